@@ -1,4 +1,4 @@
-"""Stages with the parameter names of the user's existing model."""
+"""Stages with the parameter names of the user's existing model, and those that several share."""
 
 from __future__ import annotations
 
@@ -101,3 +101,13 @@ def test_the_only_host_with_the_weights_reports_unknown_names(tmp_path: Path) ->
         load({}, owns_prefixes=True)
     load({}, owns_prefixes=False)
     load({"a.wieght": "a.weight"}, owns_prefixes=True)
+
+
+def test_the_longest_name_of_a_layer_counts() -> None:
+    config = parse_config(
+        {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}}
+    )
+    unknown = dict.fromkeys(["a", "a.b", "c"])
+    assert parameter_names.layer_of(config, "a.b.weight", unknown) == "a.b"
+    with pytest.raises(ConfigError, match=r"'d\.weight' lies in no layer \(.* 'a', 'a.b', 'c'\)"):
+        parameter_names.layer_of(config, "d.weight", unknown)

@@ -44,11 +44,3 @@ def test_different_uses_have_different_seeds() -> None:
         (-1, 2),
     ]
     assert len({random_streams.derive_seed(*use) for use in uses}) == len(uses)
-
-
-def test_equal_parts_give_equal_numbers_and_others_do_not() -> None:
-    def drawn(*parts: int | str) -> list[float]:
-        random_streams.seed_all(*parts)
-        return torch.rand(3).tolist()
-
-    assert drawn(5, "a") == drawn(5, "a") != drawn(5, "b")

@@ -20,6 +20,7 @@ from rpcmp.server.link_speed import LinkSpeed
 from rpcmp.tools.diagnosis import CheckedLink, Finding, Status, diagnose, exit_code
 from rpcmp.tools.job_hosts import HostReport
 from rpcmp.tools.job_links import Link
+from tests.support.findings import examined
 
 NOW = 1_800_000_000.0
 DAY = 86400.0
@@ -42,18 +43,6 @@ FACTS = HostFacts(
 )
 
 
-def config(**more: Any) -> Config:
-    return Config.model_validate(
-        {
-            "loss": "torch.nn:MSELoss",
-            "model": {"layers": "my_model:layers", "num_stages": 2},
-            "data": {"train": "my_data:train"},
-            "metrics": {"accuracy": "my_metrics:accuracy"},
-            **more,
-        }
-    )
-
-
 def seen(
     facts: HostFacts | None = FACTS,
     way: LinkSpeed | None = NEAR,
@@ -70,7 +59,7 @@ def driver() -> HostReport:
 
 def findings(stage: HostReport, check: str, job: Config | None = None) -> list[Finding]:
     """Return the findings about one stage, beside a driver without problems."""
-    found = diagnose(job or config(), driver(), [stage], [], [], NOW)
+    found = diagnose(job or examined(), driver(), [stage], [], [], NOW)
     return [one for one in found if one.where == "stage0" and one.check == check]
 
 
@@ -84,7 +73,7 @@ def having(**facts: Any) -> HostReport:
 
 
 def test_a_report_without_problems_gives_only_ok() -> None:
-    found = diagnose(config(), driver(), [seen()], [], [], NOW)
+    found = diagnose(examined(), driver(), [seen()], [], [], NOW)
     assert {one.status for one in found} == {Status.OK}
     assert exit_code(found) == 0
     checks = {one.check for one in found if one.where == "stage0"}
@@ -120,7 +109,7 @@ def test_an_expiring_certificate_is_a_warning_and_an_expired_one_a_failure(
 def test_a_missing_certificate_is_ok_unless_traffic_leaves_the_machine_in_the_clear() -> None:
     bare = having(certificate=None)
     assert judged(bare, "certificate")[0] is Status.OK
-    insecure = config(security={"insecure": True})
+    insecure = examined(security={"insecure": True})
     assert judged(bare, "certificate", insecure)[0] is Status.WARNING
 
 
@@ -204,7 +193,7 @@ def test_devices_that_hosts_choose_are_named_and_those_that_workers_share() -> N
             ("stage3", "a", "auto"),
         ]
     ]
-    found = diagnose(config(), driver(), reports, [], [], NOW)
+    found = diagnose(examined(), driver(), reports, [], [], NOW)
     texts = [one.text.partition(" (")[0] for one in found if one.check == "device"]
     assert texts[1:-1] == ["auto: cuda:1", "cuda:0", "auto: cuda:0", "auto: cuda:1"]
     assert texts[-1].startswith("stage0, stage3 share cuda:1 of host-a")
@@ -213,7 +202,7 @@ def test_devices_that_hosts_choose_are_named_and_those_that_workers_share() -> N
 
 def test_unlike_processors_are_a_warning() -> None:
     other = replace(having(devices={"cpu": Device(name="aarch64 DEFAULT")}), name="stage1")
-    found = diagnose(config(), driver(), [seen(), other], [], [], NOW)
+    found = diagnose(examined(), driver(), [seen(), other], [], [], NOW)
     (one,) = [each for each in found if each.where == "all stages"]
     assert one.status is Status.WARNING
     assert "aarch64 DEFAULT, x86_64 AVX2" in one.text
@@ -229,18 +218,18 @@ def test_unlike_processors_are_a_warning() -> None:
     ],
 )
 def test_checkpoint_folders_are_judged(found: Folder, shared: bool, status: Status) -> None:
-    job = config(checkpoint={"dir": "/data", "shared": shared})
+    job = examined(checkpoint={"dir": "/data", "shared": shared})
     assert judged(having(folder=found), "checkpoints", job)[0] is status
 
 
 def test_a_folder_is_shown_where_its_server_keeps_it() -> None:
-    job = config(checkpoint={"dir": "/data"})
+    job = examined(checkpoint={"dir": "/data"})
     found = Folder(path="/srv/checkpoints", free_bytes=2**30)
     assert judged(having(folder=found), "checkpoints", job)[1] == "/srv/checkpoints, 1.0 GiB free"
 
 
 def test_a_missing_marker_is_ignored_if_the_driver_cannot_write() -> None:
-    job = config(checkpoint={"dir": "/data", "shared": True})
+    job = examined(checkpoint={"dir": "/data", "shared": True})
     home = replace(driver(), facts=FACTS.model_copy(update={"folder": Folder(problem="full")}))
     stage = having(folder=Folder(free_bytes=2**30))
     found = diagnose(job, home, [stage], [], [], NOW)
@@ -263,12 +252,12 @@ def test_weights_may_be_on_the_drivers_host_or_on_the_stages(
     there: bool, here: bool, status: Status, text: str
 ) -> None:
     home = replace(driver(), facts=FACTS.model_copy(update={"has_init": here}))
-    found = diagnose(config(init="/models/a"), home, [having(has_init=there)], [], [], NOW)
+    found = diagnose(examined(init="/models/a"), home, [having(has_init=there)], [], [], NOW)
     own = {one.where: one for one in found if one.check == "init"}
     assert own["stage0"].status is status
     assert text in own["stage0"].text
     assert own["driver"].status is (Status.OK if here else Status.WARNING)
-    assert not [one for one in diagnose(config(), home, [], [], [], NOW) if one.check == "init"]
+    assert not [one for one in diagnose(examined(), home, [], [], [], NOW) if one.check == "init"]
 
 
 def test_more_than_one_listener_is_a_failure() -> None:
@@ -298,14 +287,14 @@ def test_more_than_one_listener_is_a_failure() -> None:
 def test_an_error_becomes_a_finding_and_an_exit_code(
     error: RpcmpError, check: str, code: int
 ) -> None:
-    found = diagnose(config(), driver(), [seen(None, None, error)], [], [], NOW)
+    found = diagnose(examined(), driver(), [seen(None, None, error)], [], [], NOW)
     assert exit_code(found) == code
     assert [one.check for one in found if one.where == "stage0"] == [check]
 
 
 def test_a_server_that_is_away_does_not_hide_another_failure() -> None:
     stages = [seen(None, None, UnreachableError("gone")), replace(having(listens=["a:1", "b:1"]))]
-    assert exit_code(diagnose(config(), driver(), stages, [], [], NOW)) == 1
+    assert exit_code(diagnose(examined(), driver(), stages, [], [], NOW)) == 1
 
 
 def test_a_link_finding_names_its_traffic() -> None:
@@ -315,7 +304,7 @@ def test_a_link_finding_names_its_traffic() -> None:
         CheckedLink(link),
         CheckedLink(link, error=UnreachableError("cut")),
     ]
-    found = diagnose(config(), driver(), [seen()], [], ways, NOW)[-3:]
+    found = diagnose(examined(), driver(), [seen()], [], ways, NOW)[-3:]
     assert [one.text for one in found] == [
         "activations: 1.5 ms, 125 MB/s there, 60 MB/s back",
         "activations: within one network",

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rpcmp.config.schema import Config
 from rpcmp.tools import job_hosts
-
-
-def config(**more: Any) -> Config:
-    return Config.model_validate(
-        {
-            "loss": "torch.nn:MSELoss",
-            "model": {"layers": "my_model:layers", "num_stages": 2},
-            "data": {"train": "my_data:train"},
-            "metrics": {"accuracy": "my_metrics:accuracy"},
-            **more,
-        }
-    )
+from tests.support.findings import examined
 
 
 def test_a_request_has_all_callables_that_the_host_will_build() -> None:
-    job = config(checkpoint={"dir": "/data"})
+    job = examined(checkpoint={"dir": "/data"})
     first, last, home = (
         job_hosts.stage_request(job, 0, ""),
         job_hosts.stage_request(job, 1, "m"),
@@ -39,7 +25,7 @@ def test_a_request_has_all_callables_that_the_host_will_build() -> None:
 
 def test_a_request_has_the_datasets_if_the_host_loads_them() -> None:
     data = {"train": "m:train", "test": "m:test", "at": "stage"}
-    job = config(model={"layers": "m:layers", "balance": [1, 1, 1]}, data=data)
+    job = examined(model={"layers": "m:layers", "balance": [1, 1, 1]}, data=data)
     first, middle, last = (job_hosts.stage_request(job, index, "") for index in range(3))
     asked = [{"data.train", "data.test"} <= set(each.callables) for each in (first, middle, last)]
     assert asked == [True, False, True]
@@ -49,7 +35,7 @@ def test_a_request_has_the_datasets_if_the_host_loads_them() -> None:
 def test_a_request_has_the_stages_own_optimizer_and_scheduler() -> None:
     own = {"optimizer": "m:Own", "scheduler": "m:Rate"}
     found = job_hosts.stage_request(
-        config(model={"layers": "m:layers"}, stages=[own, {}]), 0, ""
+        examined(model={"layers": "m:layers"}, stages=[own, {}]), 0, ""
     ).callables
     assert (found["stages.0.optimizer"], found["stages.0.scheduler"]) == ("m:Own", "m:Rate")
     assert "optimizer" not in found

@@ -21,26 +21,21 @@ from rpcmp.tools.verification import ComparedRun, first_difference
 from tests.support.minibatches import load_batches
 from tests.support.nearness import assert_near
 
+ONE, ONE_DIFFERS = torch.ones(1), "a: 1 of 1 numbers differ, the first at"
 STEPS = 5  # more than one epoch of 3 mini-batches; the last one is smaller
 
 
 def job(dropout: float = 0.0, **changed: Any) -> Config:
     """Return a job with the layers and the data of tests.zoo.models."""
-    model = {
-        "layers": "tests.zoo.models:layers",
-        "kwargs": {"dropout": dropout},
-        "num_stages": 2,
-    }
+    layers = {"layers": "tests.zoo.models:layers", "kwargs": {"dropout": dropout}}
+    samples = {"callable": "tests.zoo.models:dataset", "kwargs": {"samples": 26}}
     return parse_config(
         {
             "loss": "torch.nn:MSELoss",
             "num_microbatches": 4,
             "optimizer": {"callable": "torch.optim:SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}},
-            "model": model,
-            "data": {
-                "train": {"callable": "tests.zoo.models:dataset", "kwargs": {"samples": 26}},
-                "batch_size": 10,
-            },
+            "model": {**layers, "num_stages": 2},
+            "data": {"train": samples, "batch_size": 10},
             **changed,
         }
     )
@@ -200,60 +195,38 @@ def test_a_flipped_bit_is_found_at_its_index(
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"),
     [
-        (
-            ComparedRun([1.0], {}),
-            ComparedRun([1.0, 2.0], {}),
-            "1 steps pipelined, 2 in one process",
-        ),
-        (
-            ComparedRun([0.0], {}),
-            ComparedRun([-0.0], {}),
-            "step 1: loss 0.0 pipelined, -0.0 in one process",
-        ),
-        (
-            ComparedRun([1.0, float("nan")], {}),
-            ComparedRun([1.0, 2.0], {}),
-            "step 2: loss nan pipelined, 2.0",
-        ),
-        (
-            ComparedRun([], {"a": torch.ones(1)}),
-            ComparedRun([], {"b": torch.ones(1)}),
-            "only one of .* has a, b",
-        ),
-        (
-            ComparedRun([], {"a": torch.ones(1)}),
-            ComparedRun([], {"a": torch.ones(1, 1)}),
-            r"a: torch.float32\[1\] pipelined, torch.float32\[1, 1\]",
-        ),
-        (
-            ComparedRun([], {"a": torch.ones(1)}),
-            ComparedRun([], {"a": torch.ones(1, dtype=torch.float64)}),
-            r"a: torch.float32\[1\] pipelined, torch.float64\[1\]",
-        ),
-        (
-            ComparedRun([], {"a": torch.tensor([0.0])}),
-            ComparedRun([], {"a": torch.tensor([-0.0])}),
-            r"a: 1 of 1 numbers differ, the first at \[0\]: 0.0 pipelined, -0.0",
-        ),
-        (
-            ComparedRun([], {"a": torch.tensor(3)}),
-            ComparedRun([], {"a": torch.tensor(4)}),
-            r"a: 1 of 1 numbers differ, the first at \[\]: 3 pipelined, 4",
-        ),
+        ([1.0], [1.0, 2.0], "1 steps pipelined, 2 in one process"),
+        ([0.0], [-0.0], "step 1: loss 0.0 pipelined, -0.0 in one process"),
+        ([1.0, float("nan")], [1.0, 2.0], "step 2: loss nan pipelined, 2.0"),
     ],
 )
-def test_other_differences_are_named(ours: ComparedRun, theirs: ComparedRun, message: str) -> None:
-    found = first_difference(ours, theirs)
+def test_other_differences_of_losses_are_named(
+    ours: list[float], theirs: list[float], message: str
+) -> None:
+    found = first_difference(ComparedRun(ours, {}), ComparedRun(theirs, {}))
     assert found is not None
     assert re.search(message, found)
 
 
-def test_empty_tensors_are_compared_by_their_shape() -> None:
-    ours, same, other = (
-        ComparedRun([], {"a": torch.empty(shape)}) for shape in ((0, 2), (0, 2), (2, 0))
-    )
-    assert first_difference(ours, same) is None
-    assert first_difference(ours, other) is not None
+@pytest.mark.parametrize(
+    ("ours", "name", "theirs", "message"),
+    [
+        (ONE, "b", ONE, "only one of .* has a, b"),
+        (ONE, "a", torch.ones(1, 1), r"a: torch.float32\[1\] pipelined, torch.float32\[1, 1\]"),
+        (ONE, "a", ONE.double(), r"a: torch.float32\[1\] pipelined, torch.float64\[1\]"),
+        (0 * ONE, "a", -0.0 * ONE, rf"{ONE_DIFFERS} \[0\]: 0.0 pipelined, -0.0"),
+        (torch.tensor(3), "a", torch.tensor(4), rf"{ONE_DIFFERS} \[\]: 3 pipelined, 4"),
+        (torch.empty(0, 2), "a", torch.empty(2, 0), r"float32\[0, 2\] pipelined, .*\[2, 0\]"),
+    ],
+)
+def test_other_differences_of_tensors_are_named(
+    ours: Tensor, name: str, theirs: Tensor, message: str
+) -> None:
+    run = ComparedRun([], {"a": ours})
+    assert first_difference(run, ComparedRun([], {"a": ours.clone()})) is None
+    found = first_difference(run, ComparedRun([], {name: theirs}))
+    assert found is not None
+    assert re.search(message, found)
 
 
 # The reference itself, against plain PyTorch on whole mini-batches.
@@ -346,6 +319,4 @@ def test_a_frozen_layer_does_not_change() -> None:
     built = layers.build_layers(config, 0, first.layers)["first"].state_dict()
     trained = train(config).state
     assert all(torch.equal(trained[f"first.{name}"], value) for name, value in built.items())
-    assert (
-        first_difference(ComparedRun([], trained), ComparedRun([], train(job()).state)) is not None
-    )
+    assert not torch.equal(trained["first.0.bias"], train(job()).state["first.0.bias"])

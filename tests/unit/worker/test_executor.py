@@ -174,13 +174,6 @@ def test_no_more_micro_batches_are_open_than_the_limit() -> None:
     stage.expect("F0 F1 B0 F2")
 
 
-def test_an_evaluation_has_no_backwards() -> None:
-    stage = Stage("gpipe")
-    stage.begin(1, 3, training=False)
-    stage.submit("F0", "F1", "F2")
-    stage.expect("F0 F1 F2 end")
-
-
 # Micro-batches in flight.
 
 
@@ -220,7 +213,7 @@ def test_split_backwards_are_in_flight_until_the_weight_gradient() -> None:
     assert stage.compute.in_flight == 0
 
 
-def test_an_evaluation_keeps_nothing_in_flight_and_an_abort_resets_the_count() -> None:
+def test_an_evaluation_has_only_forwards_and_keeps_none_in_flight_and_an_abort_resets_it() -> None:
     stage = Stage("gpipe")
     stage.begin(1, 2, training=False)
     stage.submit("F0")
@@ -272,8 +265,11 @@ def test_a_round_that_has_started_does_not_start_again() -> None:
     stage.submit("F0")
     stage.expect("F0")
     stage.begin(1, 2)  # the first reader of each micro-batch starts the round
-    stage.submit("F1")
-    stage.expect("F0 F1")
+    stage.submit("F1", "B0", "B1")
+    stage.expect("F0 F1 B0 B1 end")
+    stage.begin(1, 2)
+    stage.submit("F0")
+    stage.expect("F0 F1 B0 B1 end -F0")
 
 
 def test_a_held_round_lets_no_other_start_before_its_release() -> None:
@@ -313,9 +309,11 @@ def test_an_abort_cancels_each_task_once() -> None:
     stage.begin(1, 1)
     stage.hold()
     stage.submit("F0")
-    stage.compute.abort(1, 1)
-    stage.compute.abort(1, 1)
-    stage.expect("-F0")
+    stage.begin(2, 1)
+    stage.submit("F0", number=2)
+    for _ in range(2):
+        stage.compute.abort(1, 1)
+    stage.expect("-F0 F0@2")
 
 
 def test_the_round_after_an_abort_runs() -> None:
@@ -339,9 +337,10 @@ def test_an_abort_leaves_the_round_before_to_end() -> None:
     stage.submit("F0", number=2)
     stage.submit("F0", "F1", "B0", "B1")
     stage.compute.abort(2, 3)
-    stage.begin(4, 1)
-    stage.submit("F0", number=4)
-    stage.expect("-F0@2 F0 F1 B0 B1 W0 W1 end F0@4")
+    for number in (3, 4):
+        stage.begin(number, 1)
+        stage.submit("F0", number=number)
+    stage.expect("-F0@2 -F0@3 F0 F1 B0 B1 W0 W1 end F0@4")
 
 
 def test_an_abort_of_a_held_round_lets_the_next_start() -> None:
