@@ -46,7 +46,6 @@ class Stages:
         is_held: whether steps are held.
         test_losses: the losses of evaluations, by step; 0.5 for all other steps.
         trained: samples in the smallest mini-batch of the run.
-        evaluated: samples in each mini-batch that was evaluated.
     """
 
     def __init__(self, config: Config, test_losses: dict[int, float] | None = None) -> None:
@@ -57,7 +56,6 @@ class Stages:
         self.is_held = config.holds_steps
         self.scaler = None
         self.trained = 0
-        self.evaluated: list[int] = []
         self._done = 0
         self._config = config
 
@@ -114,7 +112,6 @@ class Stages:
 
     def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
         self.log.append(f"evaluate{step}")
-        self.evaluated.append(batch.num_samples)
         if isinstance(batch, Loaded):
             own.update(batch.inputs, batch.targets)
         return Evaluation(batch.num_samples, self.test_losses.get(step, 0.5))
@@ -489,11 +486,9 @@ def _rehearsed(metric: Fails) -> list[Json]:
     """Return the events that a run reports up to its first step."""
     reported: list[Json] = []
     config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
-    stages = Stages(config)
-    training = _training(config, stages, reported.append, metrics=Metrics({"own": metric}))
+    training = _training(config, Stages(config), reported.append, metrics=Metrics({"own": metric}))
     with contextlib.suppress(JobError):  # from the evaluation at the end
         training.run(evaluate=True)
-    assert stages.evaluated[:2] == [4, 2]  # the first mini-batch of ten samples and the last
     return reported[: [event["event"] for event in reported].index("progress")]
 
 
