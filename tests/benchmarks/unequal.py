@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.support.cgroups import PERIOD
 from tests.support.processes import JobFolder
-from tests.support.quotas import PERIOD
 from tests.support.searching import Searcher, Try, fastest_cuts, split
 from tests.support.unequalhosts import (
     KINDS,

@@ -1,8 +1,10 @@
-"""Hosts on their own network, made of namespaces, whose cables can be cut, slowed and delayed."""
+"""Hosts made of namespaces: with mounts of their own, or on their own network, whose cables can be
+cut, slowed and delayed; and stage servers on them."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -14,9 +16,40 @@ from pathlib import Path
 from rpcmp.cli.certs import certs
 from tests.support import delaying
 from tests.support.needs import needs, needs_root
-from tests.support.processes import Running, Server, running, running_server
+from tests.support.processes import (
+    DEADLINE,
+    Result,
+    Running,
+    Server,
+    connect,
+    running,
+    running_server,
+)
 
 PREFIX = "10.77.0"
+
+PORT = 50051
+"""Of stage 0's server; stage 1's is the next one, as two stages may be on one host."""
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+"""The file by which a machine is identified."""
+
+
+def mounted(*mounts: str) -> tuple[str, ...]:
+    """Return a command that runs another one as on a machine with these mounts of its own.
+
+    Args:
+        mounts: arguments of mount(8).
+    """
+    needs_root("mount")
+    script = " && ".join(f"{needs('mount')} {mount}" for mount in mounts)
+    return (needs("unshare"), "--mount", "sh", "-c", f'{script} && exec "$@"', "sh")
+
+
+def without_networks() -> tuple[str, ...]:
+    """Return a command that runs another one where no network namespace can be made."""
+    script = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+    return (needs("unshare"), "--user", "--map-root-user", "sh", "-c", script, "sh")
 
 
 @dataclass(frozen=True)
@@ -122,13 +155,11 @@ def _plug_in(switch: str, name: str, index: int, folder: Path) -> Host:
     for device in ("lo", "eth0"):
         _ip("-n", name, "link", "set", device, "up")
     _ip("-n", switch, "link", "set", cable, "master", "br0", "up")
-    boot = folder / f"boot_id-{name}"  # identifies the machine
+    boot = folder / f"boot_id-{name}"
     boot.write_text(f"{name}\n")
     names = folder / "hosts"
     names.write_text("".join(f"{PREFIX}.{i + 1} host-{chr(97 + i)}\n" for i in range(26)))
-    binds = (
-        f"mount --bind {boot} /proc/sys/kernel/random/boot_id && mount --bind {names} /etc/hosts"
-    )
+    binds = f"mount --bind {boot} {BOOT_ID} && mount --bind {names} /etc/hosts"
     inside = (needs("ip"), "netns", "exec", name, "sh", "-c", f'{binds} && exec "$@"', "sh")
     return Host(address, switch, cable, f"host-{chr(97 + index)}", inside, names)
 
@@ -175,12 +206,62 @@ def serving(
         yield Server(run, run.wait_for_line(r"SERVING on (\S+)")[1])
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """A driver's host, and a stage server with certificates on each of some hosts.
+
+    Attributes:
+        certs: options by which a command presents the driver's certificate.
+    """
+
+    driver: Host
+    hosts: Sequence[Host]
+    servers: Sequence[Server]
+    certs: tuple[str, ...]
+
+    @property
+    def connect(self) -> tuple[str, ...]:
+        """Options by which a command reaches the servers as well."""
+        return (*self.certs, "--connect", connect(self.servers))
+
+    @contextlib.contextmanager
+    def running(self, *command: str | Path) -> Iterator[Running]:
+        """Start a command of rpcmp at the driver."""
+        with running(*command, under=self.driver.inside) as run:
+            yield run
+
+    def run(self, *command: str | Path, timeout: float = DEADLINE) -> Result:
+        """Run a command of rpcmp at the driver to its end."""
+        with self.running(*command) as run:
+            return run.wait(timeout)
+
+
 @contextlib.contextmanager
-def driving(config: Path, certs: Path, *options: str, on: Host) -> Iterator[Running]:
-    """Start `rpcmp drive` on a host."""
-    where = ("--certs", str(certs / "driver"))
-    with running("drive", config, "--json", *where, *options, under=on.inside) as run:
-        yield run
+def hosts_of(
+    driver: Host, hosts: Sequence[Host], folder: Path, is_spare: bool = False
+) -> Iterator[Hosts]:
+    """Start a stage server on each host.
+
+    Args:
+        hosts: in the order of the stages; several may be on one.
+        folder: folder for the certificates.
+        is_spare: whether the servers take any stage.
+    """
+    certs = folder / "certs"
+    with contextlib.ExitStack() as started:
+        with contextlib.redirect_stdout(io.StringIO()):
+            issue(certs, *(host.address for host in hosts))
+            for host in hosts if is_spare else ():
+                cli(certs, "issue", "--spare", "--name", host.name, "--host", host.address)
+        servers = []
+        for stage, host in enumerate(hosts):
+            own = ("--spare",) if is_spare else ("--stage", str(stage))
+            where = ("--listen", f"{host.address}:{PORT + stage}")
+            name = certs / (host.name if is_spare else f"stage{stage}")
+            command = ("serve", *own, *where, "--certs", name)
+            run = started.enter_context(running(*command, under=host.inside))
+            servers.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
+        yield Hosts(driver, hosts, servers, ("--certs", str(certs / "driver")))
 
 
 def listening(host: Host) -> set[tuple[str, int]]:

@@ -10,3 +10,6 @@ layers = "zoo:jittery"
 kwargs = { milliseconds = 5.0 }
 balance = [3, 2]
 """
+
+IDLING = LONG_JOB.replace("5.0", "20.0")
+"""The same, which leaves the processor to others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import time
@@ -15,9 +14,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from rpcmp.config.planned_file import planned, written
-from tests.support.lan import Host, cli, driving, issue, lan
-from tests.support.processes import Running, running
-from tests.support.quotas import Quota, quota
+from tests.support.cgroups import ControlGroup, control_group
+from tests.support.lan import Hosts, hosts_of, lan
+from tests.support.processes import Running
 
 
 class Kind(NamedTuple):
@@ -46,25 +45,28 @@ class UnequalHosts:
     """The hosts, by the numbers of their KINDS.
 
     Attributes:
+        groups: whose processors are limited.
         cores: the part of a core that a processor of 1 has.
-        addresses: of their servers.
     """
 
-    driver: Host
-    quotas: Sequence[Quota]
-    addresses: Sequence[str]
-    certs: Path
+    served: Hosts
+    groups: Sequence[ControlGroup]
     cores: float
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of their servers."""
+        return [server.address for server in self.served.servers]
 
     def limit(self, number: int, part: float = 1.0) -> None:
         """Let a host have this part of its processor."""
-        self.quotas[number].limit(self.cores * KINDS[number].processor * part)
+        self.groups[number].limit_cores(self.cores * KINDS[number].processor * part)
 
     def plan(self, config: Path) -> list[dict[str, Any]]:
         """Return what `rpcmp plan` suggests for these hosts, the best first."""
-        where = ("--certs", self.certs / "driver", "--connect", ",".join(self.addresses))
-        with running("plan", config, "--json", *where, under=self.driver.inside) as run:
-            result = run.wait(LONGEST_RUN)
+        result = self.served.run(
+            "plan", config, "--json", *self.served.connect, timeout=LONGEST_RUN
+        )
         if result.code:
             raise RuntimeError(result.err)
         report = json.loads(result.out)
@@ -73,10 +75,9 @@ class UnequalHosts:
         found: list[dict[str, Any]] = report["plans"]
         return found
 
-    @contextlib.contextmanager
-    def driving(self, config: Path) -> Iterator[Running]:
-        with driving(config, self.certs, on=self.driver) as run:
-            yield run
+    def driving(self, config: Path) -> contextlib.AbstractContextManager[Running]:
+        """Start a job, whose config has the addresses."""
+        return self.served.running("drive", config, "--json", *self.served.certs)
 
     def train(self, config: Path, limit_s: float = math.inf) -> list[dict[str, Any]]:
         """Train to the end; return the steps' events, none if they clearly take above the limit."""
@@ -125,24 +126,18 @@ def with_stages(
 @contextlib.contextmanager
 def unequal_hosts(folder: Path, cores: float) -> Iterator[UnequalHosts]:
     """Make hosts with a part of a core each; all is gone at the end, whatever it ends with."""
-    with lan(len(KINDS) + 1, folder) as (driver, *hosts), contextlib.ExitStack() as made:
-        with contextlib.redirect_stdout(io.StringIO()):
-            certs = issue(folder / "certs", hosts[0].address)
-            for host in hosts:
-                cli(certs, "issue", "--spare", "--name", host.name, "--host", host.address)
-        quotas, addresses = [], []
-        for host, kind in zip(hosts, KINDS, strict=True):
+    with lan(len(KINDS) + 1, folder) as hosts, contextlib.ExitStack() as made:
+        groups = [made.enter_context(control_group("cpu")) for _ in hosts]
+        driver, *others = (
+            replace(host, inside=(*group.inside, *host.inside))
+            for host, group in zip(hosts, groups, strict=True)
+        )
+        for host, kind in zip(others, KINDS, strict=True):
             if kind.round_trip_s:
                 made.enter_context(host.delayed(kind.round_trip_s / 2))
             made.enter_context(host.limited(kind.rate))
-            quotas.append(made.enter_context(quota()))
-            where = ("--listen", f"{host.address}:50051", "--certs", certs / host.name)
-            under = (*quotas[-1].inside, *host.inside)
-            run = made.enter_context(running("serve", "--spare", *where, under=under))
-            addresses.append(run.wait_for_line(r"SERVING on (\S+)")[1])
-        within = made.enter_context(quota())  # without a limit
-        driver = replace(driver, inside=(*within.inside, *driver.inside))
-        found = UnequalHosts(driver, quotas, addresses, certs, cores)
+        served = made.enter_context(hosts_of(driver, others, folder, is_spare=True))
+        found = UnequalHosts(served, groups[1:], cores)  # the driver has no limit
         for number in range(len(KINDS)):  # once they have started, at full speed
             found.limit(number)
         yield found

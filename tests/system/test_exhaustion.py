@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rpcmp.checkpoint.folder import remove
+from tests.support.cgroups import control_group
 from tests.support.chaosjobs import write
 from tests.support.faults import committed, drive
+from tests.support.lan import mounted
 from tests.support.leftovers import MENDED, Failed, left_in, warned
-from tests.support.needs import needs, needs_root
+from tests.support.needs import needs
 from tests.support.processes import (
     JobFolder,
     Result,
@@ -117,10 +117,8 @@ def test_a_folder_that_becomes_read_only(
 
 
 def test_no_room_for_loaders_is_named(tmp_path: Path) -> None:
-    needs_root("mount")
     config = write("replicas", tmp_path / "job", saves=False)
-    full = f'{needs("mount")} -t tmpfs -o size=8k rpcmp /dev/shm && exec "$@"'
-    under = (needs("unshare"), "--mount", "sh", "-c", full, "sh")
+    under = mounted("-t tmpfs -o size=8k rpcmp /dev/shm")
     with running("drive", config, "--set", "log.folder=", under=under) as run:
         result = run.wait()
     assert result.code == 1
@@ -137,9 +135,12 @@ def test_a_worker_that_is_ended_for_memory_is_named_and_replaced(job: JobFolder)
         kwargs = { leak = 4000000 }
         balance = [1, 2]
     """)
-    with control_group() as (group, limit), running("drive", config, "--json", under=group) as run:
+    with (
+        control_group("memory") as group,
+        running("drive", config, "--json", under=group.inside) as run,
+    ):
         run.wait_for_line('"event": "step", "step": 2,')
-        limit(150 * 2**20)
+        group.limit_memory(150 * 2**20)
         result = run.wait()
     assert result.code == 0, result.err
     error = result.event("fault")["error"]
@@ -147,28 +148,3 @@ def test_a_worker_that_is_ended_for_memory_is_named_and_replaced(job: JobFolder)
     assert "was ended by the kernel for memory in" in error
     assert "MiB; give the stage fewer layers" in error
     assert result.event("step")["step"] == 100
-
-
-@contextlib.contextmanager
-def control_group() -> Iterator[tuple[tuple[str, ...], Callable[[int], object]]]:
-    """Create a control group, in either version of them.
-
-    Yields a command that runs another one in it, and a function that lets it have some bytes more
-    than it has now.
-    """
-    needs_root("make a control group")
-    root = Path("/sys/fs/cgroup")
-    first = (root / "memory").is_dir()
-    group = root / ("memory" if first else "") / "rpcmp-test-memory"
-    used, most = ("usage_in_bytes", "limit_in_bytes") if first else ("current", "max")
-    group.mkdir()
-
-    def limit(more: int) -> None:
-        now = int((group / f"memory.{used}").read_text())
-        (group / f"memory.{most}").write_text(str(now + more))
-
-    try:
-        yield ("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"), limit
-    finally:
-        poll_for(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty")
-        group.rmdir()

@@ -6,84 +6,50 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rpcmp.examples import digits
-from tests.support.lan import Host, driving, issue, lan, listening, serving
-from tests.support.processes import JobFolder, Result, Server, poll_for, rpcmp, running
+from tests.support.lan import PORT, Host, Hosts, hosts_of, lan, listening
+from tests.support.longjob import IDLING
+from tests.support.processes import JobFolder, Result, Running, poll_for, rpcmp
 from tests.support.scraping import url_of
 from tests.support.strikes import troubled
 
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
 
-PORT = 50051
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Running stage servers on hosts.
-
-    Attributes:
-        driver: the host that drives.
-        hosts: the ones that serve.
-        servers: the processes on them.
-        certs: of all hosts.
-    """
-
-    driver: Host
-    hosts: list[Host]
-    servers: list[Server]
-    certs: Path
-
-    @property
-    def connect(self) -> tuple[str, ...]:
-        """Options that connect `rpcmp drive` to the servers."""
-        where = ",".join(server.address for server in self.servers)
-        return ("--connect", where, "--set", "model.num_stages=3")
+THREE = ("--set", "model.num_stages=3")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("lan")
-    with lan(4, folder) as (driver, *hosts), contextlib.ExitStack() as started:
-        certs = issue(folder / "certs", *(host.address for host in hosts))
-        servers = [
-            started.enter_context(serving(index, f"{host.address}:{PORT}", certs, host.inside))
-            for index, host in enumerate(hosts)
-        ]
-        yield Cluster(driver, hosts, servers, certs)
+    with lan(4, folder) as (driver, *hosts), hosts_of(driver, hosts, folder) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
 def parameters() -> str:
     """The hash after thirty steps of digits on one machine."""
-    result = rpcmp("drive", EXAMPLE, "--json", "--set", "model.num_stages=3", "--steps", "30")
+    result = rpcmp("drive", EXAMPLE, "--json", *THREE, "--steps", "30")
     return str(result.event("summary")["parameters_sha256"])
 
 
-def test_verify_finds_the_bits_of_one_process(cluster: Cluster) -> None:
-    options = ("--steps", "3", "--certs", str(cluster.certs / "driver"), *cluster.connect)
-    with running("verify", EXAMPLE, *options, under=cluster.driver.inside) as run:
-        result = run.wait()
+def test_verify_finds_the_bits_of_one_process(cluster: Hosts) -> None:
+    result = cluster.run("verify", EXAMPLE, "--steps", "3", *THREE, *cluster.connect)
     assert result.code == 0, result.err
     assert "identical" in result.out
 
 
-def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Cluster) -> None:
+def test_doctor_measures_every_link_and_names_the_missing_one(cluster: Hosts) -> None:
     """Stage 0's cable is slow; all stages answer the driver, but stage 1 does not find stage 2."""
     slow, lost, hidden = cluster.hosts
-    options = ("--json", "--certs", str(cluster.certs / "driver"), *cluster.connect)
     assert lost.run("ip", "route", "add", "prohibit", hidden.address).returncode == 0
     try:
-        with (
-            slow.limited("40mbit"),
-            running("doctor", EXAMPLE, *options, under=cluster.driver.inside) as run,
-        ):
-            result = run.wait()
+        with slow.limited("40mbit"):
+            result = cluster.run("doctor", EXAMPLE, "--json", *THREE, *cluster.connect)
     finally:
         assert lost.run("ip", "route", "del", "prohibit", hidden.address).returncode == 0
     assert result.code == 75
@@ -107,29 +73,21 @@ def rates(result: Result, where: str) -> list[float]:
     return [float(rate) for rate in re.findall(r"(\d+) MB/s", text)]
 
 
-IDLING = """
-steps = 100000
-[model]
-layers = "zoo:jittery"
-kwargs = { milliseconds = 20.0 }
-balance = [2, 2, 1]
-"""
-"""A job that leaves the processor to its observers."""
-
-
-def test_only_the_one_port_of_each_server_answers(cluster: Cluster, job: JobFolder) -> None:
+def test_only_the_one_port_of_each_server_answers(cluster: Hosts, job: JobFolder) -> None:
     """While a job runs. The driver needs no port except for its metrics."""
-    options = ("--metrics", "127.0.0.1:0", *cluster.connect[:2])
-    with driving(job.config(IDLING), cluster.certs, *options, on=cluster.driver) as run:
+    options = ("--json", "--metrics", "127.0.0.1:0", *cluster.connect)
+    with cluster.running(
+        "drive", job.config(IDLING.replace("[3, 2]", "[2, 2, 1]")), *options
+    ) as run:
         run.wait_for_line('"step": 5,')
         url = url_of(run)
         figures = ("127.0.0.1", int(re.findall(r":(\d+)/", url)[0]))
-        for host in (cluster.driver, *cluster.hosts):
-            expected = figures if host is cluster.driver else (host.address, PORT)
-            assert listening(host) == {expected}
+        assert listening(cluster.driver) == {figures}
+        for stage, host in enumerate(cluster.hosts):
+            assert listening(host) == {(host.address, PORT + stage)}
         poll_for(lambda: carried(cluster.driver, url) >= LINKS, "all links to have carried bytes")
         prober, target = cluster.hosts[0], cluster.hosts[1].address
-        assert answering(prober, target) == [PORT]
+        assert answering(prober, target) == [PORT + 1]
         assert answering(prober, cluster.driver.address) == []
 
 
@@ -165,9 +123,13 @@ def answering(prober: Host, address: str) -> list[int]:
     return [int(port) for port in prober.run("python3", "-c", PROBE, address).stdout.split()]
 
 
-def test_a_link_cut_and_restored_changes_no_bit(cluster: Cluster, parameters: str) -> None:
-    options = ("--steps", "30", *cluster.connect)
-    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
+def thirty_steps(cluster: Hosts) -> contextlib.AbstractContextManager[Running]:
+    """Start to train, see `parameters`."""
+    return cluster.running("drive", EXAMPLE, "--json", "--steps", "30", *THREE, *cluster.connect)
+
+
+def test_a_link_cut_and_restored_changes_no_bit(cluster: Hosts, parameters: str) -> None:
+    with thirty_steps(cluster) as run:
         run.wait_for_line('"step": 8,')
         cluster.hosts[1].unplug()
         try:
@@ -181,10 +143,9 @@ def test_a_link_cut_and_restored_changes_no_bit(cluster: Cluster, parameters: st
 
 
 @pytest.mark.parametrize("how", ["cut one way", "resets", "lossy"])
-def test_a_troubled_link_changes_no_bit(cluster: Cluster, parameters: str, how: str) -> None:
+def test_a_troubled_link_changes_no_bit(cluster: Hosts, parameters: str, how: str) -> None:
     """One that loses some packets is not lost: the run does not restart."""
-    options = ("--steps", "30", *cluster.connect)
-    with driving(EXAMPLE, cluster.certs, *options, on=cluster.driver) as run:
+    with thirty_steps(cluster) as run:
         run.wait_for_line('"step": 8,')
         with troubled(how, cluster.hosts[1]):
             run.wait_for_line('"step": 20,' if how == "lossy" else '"fault"')
@@ -194,33 +155,18 @@ def test_a_troubled_link_changes_no_bit(cluster: Cluster, parameters: str, how: 
 
 
 @pytest.mark.long
-def test_a_slow_link_changes_no_bit(cluster: Cluster, parameters: str) -> None:
+def test_a_slow_link_changes_no_bit(cluster: Hosts, parameters: str) -> None:
     with contextlib.ExitStack() as limits:
         for host in (cluster.driver, *cluster.hosts):
             limits.enter_context(host.limited("1gbit"))
-        result = finished(cluster, "--steps", "30")
-    assert result["parameters_sha256"] == parameters
+        with thirty_steps(cluster) as run:
+            result = run.wait()
+    assert result.event("summary")["parameters_sha256"] == parameters
 
 
 @pytest.mark.long
 def test_stages_share_a_host_beside_others_elsewhere(tmp_path: Path) -> None:
     """Stages 0 and 2 on one host, stage 1 and the driver on another."""
-    with lan(2, tmp_path) as (one, other), contextlib.ExitStack() as started:
-        places = [one, other, one]
-        certs = issue(tmp_path / "certs", *(host.address for host in places))
-        servers = [
-            started.enter_context(serving(i, f"{host.address}:{PORT + i}", certs, host.inside))
-            for i, host in enumerate(places)
-        ]
-        cluster = Cluster(other, places, servers, certs)
-        options = ("--steps", "3", "--certs", str(certs / "driver"), *cluster.connect)
-        with running("verify", EXAMPLE, *options, under=other.inside) as run:
-            result = run.wait()
+    with lan(2, tmp_path) as (one, other), hosts_of(other, [one, other, one], tmp_path) as both:
+        result = both.run("verify", EXAMPLE, "--steps", "3", *THREE, *both.connect)
     assert result.code == 0, result.err
-
-
-def finished(cluster: Cluster, *options: str) -> dict[str, object]:
-    with driving(EXAMPLE, cluster.certs, *options, *cluster.connect, on=cluster.driver) as run:
-        result = run.wait()
-    assert result.code == 0, result.err
-    return result.event("summary")

@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 
 from tests.support.faults import Committed, committed
 from tests.support.hosts import LOSING, assert_went_on, committed_without_fault, slow_config
-from tests.support.needs import needs, needs_root
+from tests.support.lan import BOOT_ID, mounted
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -51,12 +51,9 @@ def server(
 @pytest.fixture
 def another_machine(tmp_path: Path) -> tuple[str, ...]:
     """Return a command that runs another one as if on a machine with its own boot."""
-    needs_root("mount")
-    needs("mount")
     boot = tmp_path / "boot_id"
     boot.write_text("another-machine\n")
-    script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
-    return (needs("unshare"), "--mount", "sh", "-c", script, "sh")
+    return mounted(f"--bind {boot} {BOOT_ID}")
 
 
 @pytest.fixture
@@ -64,7 +61,7 @@ def elsewhere(another_machine: tuple[str, ...], job: JobFolder) -> tuple[str, ..
     """Return a command that runs another one on a machine with its own disk for checkpoints."""
     disk = job.folder / "saved"
     disk.mkdir()
-    return (*another_machine, "sh", "-c", f'mount -t tmpfs rpcmp {disk} && exec "$@"', "sh")
+    return (*another_machine, *mounted(f"-t tmpfs rpcmp {disk}"))
 
 
 def test_a_lost_machine_costs_one_step_at_most(
@@ -125,7 +122,6 @@ def net():
 @pytest.fixture
 def only_here(job: JobFolder) -> tuple[Path, Path, tuple[str, ...]]:
     """Weights of "adapted", their path as a driver sees them, and a command to run that under."""
-    needs_root("mount")
     hidden, place = job.folder / "hidden", job.folder / "place"
     (hidden / "base").mkdir(parents=True)
     place.mkdir()
@@ -133,12 +129,7 @@ def only_here(job: JobFolder) -> tuple[Path, Path, tuple[str, ...]]:
     save_model(unsplit.Language(), str(hidden / "base" / "model.safetensors"))
     (hidden / "base" / "config.json").write_text('{"name": "adapted"}')
     (job.folder / "net.py").write_text(CONFIGURED)
-    script = f'{needs("mount")} --bind {hidden} {place} && exec "$@"'
-    return (
-        hidden / "base",
-        place / "base",
-        (needs("unshare"), "--mount", "sh", "-c", script, "sh"),
-    )
+    return hidden / "base", place / "base", mounted(f"--bind {hidden} {place}")
 
 
 def adapted(job: JobFolder) -> Path:

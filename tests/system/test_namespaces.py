@@ -14,7 +14,7 @@ import pytest
 from rpcmp.process.resources import sweep
 from rpcmp.server import claim_log
 from tests.support.codefolders import LEAVES
-from tests.support.lan import issue, serving
+from tests.support.lan import issue, mounted, serving
 from tests.support.needs import needs, needs_root
 from tests.support.processes import JobFolder, connect, rpcmp, running, running_servers
 from tests.support.spying import sha256, spying
@@ -99,16 +99,13 @@ def test_an_ordinary_users_process_is_confined_as_well(tmp_path: Path) -> None:
 def test_a_host_without_the_checkpoints_gets_them_and_its_confined_worker_reads_them(
     job: JobFolder, tmp_path: Path
 ) -> None:
-    needs_root("mount a disk")
-    needs("mount")
     disk = tmp_path / "disk"
     disk.mkdir()
     config = spying(job, [], data=f'[checkpoint]\ndir = "{disk}/saved"\nevery_steps = 2')
     with running_servers(2) as servers:
         at = ("--connect", connect(servers))
         assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
-    script = f'mount -t tmpfs none {disk} && exec "$@"'
-    empty = (needs("unshare"), "--mount", "sh", "-c", script, "sh")
+    empty = mounted(f"-t tmpfs none {disk}")
     with (
         running_servers(1) as (first,),
         running("serve", "--stage", "1", "--listen", f"{HERE}:0", under=empty) as second,

@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lan import Host, issue, lan, listening, serving
-from tests.support.needs import needs
+from tests.support.lan import Host, issue, lan, listening, serving, without_networks
+from tests.support.longjob import IDLING
 from tests.support.processes import JobFolder, Running, connect, poll_for, running
-
-LONG = """
-steps = 100000
-[model]
-layers = "zoo:jittery"
-kwargs = { milliseconds = 20.0 }
-balance = [2, 3]
-"""
-"""A job that leaves the processor to its neighbours."""
 
 NOBODY = """
 import os
@@ -141,7 +132,7 @@ def test_another_user_of_a_host_finds_one_tls_port_per_server(
         serving(0, f"{host.address}:0", certs, host.inside) as first,
         serving(1, f"{host.address}:0", certs, host.inside) as second,
         running(
-            *("drive", job.config(LONG), "--json", "--certs", certs / "driver"),
+            *("drive", job.config(IDLING), "--json", "--certs", certs / "driver"),
             *("--connect", connect([first, second])),
             under=host.inside,
         ) as run,
@@ -166,17 +157,14 @@ def test_another_user_of_a_host_finds_one_tls_port_per_server(
         assert_goes_on(run)
 
 
-NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
-
-
 @pytest.mark.usefixtures("own_forks")
 def test_a_pickle_sent_to_a_reachable_worker_executes_nothing(
     host: Host, job: JobFolder, tmp_path: Path, token: str
 ) -> None:
     """Without network namespaces: another user's real agent tries every port."""
     marker = tmp_path / "was-here"
-    refusing = (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
-    with running("drive", job.config(LONG), "--json", under=(*host.inside, *refusing)) as run:
+    under = (*host.inside, *without_networks())
+    with running("drive", job.config(IDLING), "--json", under=under) as run:
         run.wait_for_line('"step": 2,')
         tmp_path.chmod(0o777)
         ports = [str(port) for _, port in listening(host)]

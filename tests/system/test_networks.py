@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 from dataclasses import replace
@@ -11,9 +10,8 @@ from pathlib import Path
 import psutil
 
 from rpcmp.examples import digits
-from tests.support.lan import driving, issue, lan, serving
+from tests.support.lan import hosts_of, lan, without_networks
 from tests.support.longjob import LONG_JOB
-from tests.support.needs import needs
 from tests.support.processes import (
     JobFolder,
     Server,
@@ -54,19 +52,12 @@ def test_only_members_of_a_group_reach_its_workers(job: JobFolder, servers: list
             assert [s.laddr.ip for s in listening] == ["127.0.0.1"]
 
 
-NO_NAMESPACES = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
-
 EXAMPLE = Path(digits.__file__).with_suffix(".toml")
-
-
-def without_namespaces() -> tuple[str, ...]:
-    """Return a command that runs another one where no network namespace can be made."""
-    return (needs("unshare"), "--user", "--map-root-user", "sh", "-c", NO_NAMESPACES, "sh")
 
 
 def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) -> None:
     config = job.config('[model]\nlayers = "zoo:mlp"\nbalance = [2, 2]')
-    with running("drive", config, "--json", under=without_namespaces()) as run:
+    with running("drive", config, "--json", under=without_networks()) as run:
         result = run.wait()
     message = result.event("warning")["text"]
     assert "other users of their hosts can reach the processes of stage0, stage1, driver" in message
@@ -77,17 +68,10 @@ def test_without_network_namespaces_a_job_runs_with_a_warning(job: JobFolder) ->
 def test_without_network_namespaces_members_of_one_host_reach_another(tmp_path: Path) -> None:
     """The driver, stage 0 and stage 1 have one network, where stage 2 has an address for each."""
     options = ("--set", "model.num_stages=3", "--steps", "30")
-    with lan(2, tmp_path) as (one, other), contextlib.ExitStack() as started:
-        shared = replace(one, inside=(*one.inside, *without_namespaces()))
-        places = [shared, shared, other]
-        certs = issue(tmp_path / "certs", *(host.address for host in places))
-        servers = [
-            started.enter_context(serving(i, f"{host.address}:{50051 + i}", certs, host.inside))
-            for i, host in enumerate(places)
-        ]
-        where = ("--connect", connect(servers))
-        with driving(EXAMPLE, certs, *where, *options, on=shared) as run:
-            result = run.wait()
+    with lan(2, tmp_path) as (one, other):
+        shared = replace(one, inside=(*one.inside, *without_networks()))
+        with hosts_of(shared, [shared, shared, other], tmp_path) as hosts:
+            result = hosts.run("drive", EXAMPLE, "--json", *hosts.connect, *options)
     assert result.code == 0, result.err
     exposed = "reach the processes of stage0, stage1, driver"
     assert exposed in result.event("warning")["text"]

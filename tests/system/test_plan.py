@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.support.lan import Host, cli, issue, lan
-from tests.support.processes import JobFolder, Server, running
+from tests.support.lan import hosts_of, lan
+from tests.support.processes import JobFolder
 
 WIDE = """
     steps = 2
@@ -36,50 +32,32 @@ def layers():
 """A megabyte passes for each micro-batch, and the layers between leave the processor to others."""
 
 
-@pytest.fixture
-def spares(tmp_path: Path) -> Iterator[tuple[Host, list[Host], list[Server], Path]]:
-    """A driver, and three hosts with servers that take any stage; the folder of certificates."""
-    with lan(4, tmp_path) as (driver, *hosts), contextlib.ExitStack() as started:
-        certs = issue(tmp_path / "certs", hosts[0].address)
-        servers = []
-        for host in hosts:
-            cli(certs, "issue", "--spare", "--name", host.name, "--host", host.address)
-            options = ("--spare", "--listen", f"{host.address}:50051")
-            run = started.enter_context(
-                running("serve", *options, "--certs", certs / host.name, under=host.inside)
-            )
-            servers.append(Server(run, run.wait_for_line(r"SERVING on (\S+)")[1]))
-        yield driver, hosts, servers, certs
-
-
 def test_no_stage_goes_behind_a_slow_cable_and_a_broken_way_is_named(
-    job: JobFolder, spares: tuple[Host, list[Host], list[Server], Path]
+    job: JobFolder, tmp_path: Path
 ) -> None:
-    driver, hosts, servers, certs = spares
     (job.folder / "wide.py").write_text(LAYERS)
     config, planned = job.config(WIDE), job.folder / "planned.toml"
-    first, second, slow = (server.address for server in servers)
-    options = ("--certs", certs / "driver", "--connect", f"{slow},{first},{second}")
     with (
-        hosts[2].limited("40mbit"),
-        running("plan", config, *options, "-o", planned, "--json", under=driver.inside) as run,
+        lan(4, tmp_path) as (driver, *hosts),
+        hosts_of(driver, hosts, tmp_path, is_spare=True) as spares,
     ):
-        result = run.wait(120)
-    assert result.code == 0, result.err
-    report = json.loads(result.out)
-    rates = {(one["from"], one["to"]): one["bytes_per_s"] for one in report["links"]}
-    assert max(rates[first, slow], rates[slow, second]) < 1e7 < rates[first, second]
-    best = report["plans"][0]
-    assert {stage["address"] for stage in best["stages"]} == {first, second}
-    assert best["spares"] == [slow]
+        first, second, slow = (server.address for server in spares.servers)
+        options = (*spares.certs, "--connect", f"{slow},{first},{second}")
+        with hosts[2].limited("40mbit"):
+            result = spares.run("plan", config, *options, "-o", planned, "--json", timeout=120)
+        assert result.code == 0, result.err
+        report = json.loads(result.out)
+        rates = {(one["from"], one["to"]): one["bytes_per_s"] for one in report["links"]}
+        assert max(rates[first, slow], rates[slow, second]) < 1e7 < rates[first, second]
+        best = report["plans"][0]
+        assert {stage["address"] for stage in best["stages"]} == {first, second}
+        assert best["spares"] == [slow]
 
-    with running("drive", planned, "--json", *options[:2], under=driver.inside) as run:
-        drive = run.wait(120)
-    assert drive.code == 0, drive.err
-    assert len(drive.losses) == 2
+        drive = spares.run("drive", planned, "--json", *spares.certs, timeout=120)
+        assert drive.code == 0, drive.err
+        assert len(drive.losses) == 2
 
-    assert hosts[0].run("ip", "route", "add", "prohibit", hosts[1].address).returncode == 0
-    with running("plan", config, *options, under=driver.inside) as run:
-        broken = run.wait(120)
+        assert hosts[0].run("ip", "route", "add", "prohibit", hosts[1].address).returncode == 0
+        broken = spares.run("plan", config, *options, timeout=120)
     assert broken.code == 75
     assert f"the link from {first} to {second} is down: " in broken.err

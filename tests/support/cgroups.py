@@ -1,4 +1,4 @@
-"""Hosts with slower processors: cgroups whose processes may use a part of one core."""
+"""Control groups whose processes may use a part of a core, or so much memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHARES = {"cpu.shares": 262_144, "cpu.weight": 10_000}
 
 
 @dataclass(frozen=True)
-class Quota:
-    """A limit for all processes of a group.
+class ControlGroup:
+    """A limit for all processes of a group, in version 1 or 2 of them.
 
     Attributes:
         folder: the cgroup.
@@ -39,7 +39,7 @@ class Quota:
         procs = self.folder / "cgroup.procs"
         return ("/bin/sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh")
 
-    def limit(self, cores: float) -> None:
+    def limit_cores(self, cores: float) -> None:
         """Limit the group to a part of a core, from now on."""
         period = max(PERIOD, math.ceil(SHORTEST / cores))
         part = round(cores * period)
@@ -48,6 +48,13 @@ class Quota:
             return
         (self.folder / "cpu.cfs_period_us").write_text(str(period))
         (self.folder / "cpu.cfs_quota_us").write_text(str(part))
+
+    def limit_memory(self, more: int) -> None:
+        """Let the group have so many bytes more than it has now."""
+        second = (self.folder / "memory.max").exists()
+        used, most = ("current", "max") if second else ("usage_in_bytes", "limit_in_bytes")
+        now = int((self.folder / f"memory.{used}").read_text())
+        (self.folder / f"memory.{most}").write_text(str(now + more))
 
     def has_ended(self) -> bool:
         """Kill the group's processes; return whether none is left."""
@@ -59,10 +66,10 @@ class Quota:
 
 
 @contextlib.contextmanager
-def quota() -> Iterator[Quota]:
-    """Make a group without a limit as yet; its processes end with it."""
-    needs_root("limit processors")
-    made = Quota(_controller() / f"rpcmp-{uuid.uuid4().hex[:8]}")
+def control_group(controller: str) -> Iterator[ControlGroup]:
+    """Make a group without a limit as yet of "cpu" or "memory"; its processes end with it."""
+    needs_root("make a control group")
+    made = ControlGroup(_root(controller) / f"rpcmp-{uuid.uuid4().hex[:8]}")
     made.folder.mkdir()
     try:
         for name, most in SHARES.items():
@@ -74,14 +81,14 @@ def quota() -> Iterator[Quota]:
         made.folder.rmdir()
 
 
-def _controller() -> Path:
+def _root(controller: str) -> Path:
     """Return the root of the groups that can be limited, of cgroups version 1 or 2."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, folder, kind, options, *_ = line.split()
         root = Path(folder)
-        if kind == "cgroup" and "cpu" in options.split(","):
+        if kind == "cgroup" and controller in options.split(","):
             return root
-        if kind == "cgroup2" and "cpu" in (root / "cgroup.controllers").read_text().split():
-            (root / "cgroup.subtree_control").write_text("+cpu")
+        if kind == "cgroup2" and controller in (root / "cgroup.controllers").read_text().split():
+            (root / "cgroup.subtree_control").write_text(f"+{controller}")
             return root
-    raise AssertionError("no cgroup here can limit processors")
+    raise AssertionError(f"no cgroup here can limit {controller}")
