@@ -50,7 +50,6 @@ def test_fuzzing_a_running_job_does_not_disturb_it(
         siege = Siege(servers, job.config(JOB), entry_points, driver)
         fault_free = siege.drive()
         report = siege.run(int(os.environ.get("FUZZ_INPUTS", count)), seed)
-        print(report)
         assert set(report.parameters) == {fault_free}
         assert_has_not_grown(report)
         assert_silent(servers)

@@ -24,13 +24,11 @@ class Input:
     """Bytes to send over one connection.
 
     Attributes:
-        kind: name of the function that created it.
         data: its bytes.
         pace: speed of sending.
         hangs_up: whether the sender closes its half afterwards.
     """
 
-    kind: str
     data: bytes
     pace: Pace = Pace.AT_ONCE
     hangs_up: bool = False
@@ -46,7 +44,7 @@ def inputs(draw: random.Random, valid: Iterator[bytes]) -> Iterator[Input]:
     weights = [_MAKERS[maker] for maker in makers]
     while True:
         (maker,) = draw.choices(makers, weights)
-        yield Input(maker.__name__, maker(draw, valid), _pace(draw), draw.random() < 0.3)
+        yield Input(maker(draw, valid), _pace(draw), draw.random() < 0.3)
 
 
 def _pace(draw: random.Random) -> Pace:

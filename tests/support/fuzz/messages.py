@@ -18,9 +18,6 @@ STEERING = ("Prepare", "Start", "Link", "Watch", "Stop", "Profile", "Inspect", "
 """Methods by which a driver changes or ends a job. They are valid if the sender may drive, and the
 message names the running job. `Drain` names no job, and ends any."""
 
-MEANT = ("CompareSet", "Add")
-"""Methods by which a member changes the group's store; a random key is hardly ever in the store."""
-
 
 @dataclass
 class Job:

@@ -8,7 +8,6 @@ import itertools
 import random
 import socket
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tests.support.fuzz.entry_points import EntryPoint
@@ -37,10 +36,6 @@ class Sender:
         addresses: the servers' addresses, which are used in turn.
         job: the running job, once it is known.
         seed: seed of all random choices.
-
-    Attributes:
-        sent: number of inputs, by the name of the entry point.
-        kinds: number of inputs, by their kind.
     """
 
     def __init__(
@@ -54,8 +49,6 @@ class Sender:
             for entry_point in entry_points
         }
         self._lingering: dict[asyncio.Task[None], None] = {}  # oldest first
-        self.sent: Counter[str] = Counter()
-        self.kinds: Counter[str] = Counter()
 
     async def send(self, count: int) -> None:
         """Send `count` inputs, then close all connections."""
@@ -74,8 +67,6 @@ class Sender:
                 self._entry_points, [entry_point.share for entry_point in self._entry_points]
             )
             one = next(self._inputs[entry_point.name])
-            self.sent[entry_point.name] += 1
-            self.kinds[one.kind if one.pace is Pace.AT_ONCE else one.pace.value] += 1
             sending = asyncio.create_task(send_one(entry_point, next(self._addresses), one))
             if one.pace is Pace.AT_ONCE:
                 await sending

@@ -7,8 +7,6 @@ import contextlib
 import itertools
 import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,28 +55,10 @@ class Report:
     Attributes:
         seen: resources of each server before, after the first half and after the second.
         parameters: hash of the final parameters of each job that ran meanwhile.
-        sent: inputs by entry point.
-        kinds: inputs by kind.
-        seconds: duration.
     """
 
     seen: list[list[Resources]]
     parameters: list[str] = field(default_factory=list)
-    sent: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        entry_points = ", ".join(f"{name}: {count}" for name, count in self.sent.items())
-        memory = [
-            " -> ".join(f"{seen.resident / 2**20:.1f}" for seen in server)
-            for server in zip(*self.seen, strict=True)
-        ]
-        return (
-            f"{self.sent.total()} inputs in {self.seconds:.0f} s ({entry_points}); "
-            f"{dict(self.kinds)}; {len(self.parameters)} jobs; "
-            f"MiB of each server {'; '.join(memory)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +93,9 @@ class Siege:
         """Send `count` inputs while jobs run one after the other."""
         asyncio.run(self._fill())
         report = Report([self.look()])
-        began = time.monotonic()
         for half in (0, 1):
             asyncio.run(self._attack(count // 2, 2 * seed + half, report))
             report.seen.append(self._settled(report.seen[0]))
-        report.seconds = time.monotonic() - began
         return report
 
     def look(self) -> list[Resources]:
@@ -127,7 +105,7 @@ class Siege:
     async def _fill(self) -> None:
         """Fill each gRPC server's queue for unclaimed calls to its final size."""
         calls = (http2.call("/nobody/takes", b"", 2 * number + 1) for number in range(FILLING))
-        one = Input("filling", http2.opening() + b"".join(calls))
+        one = Input(http2.opening() + b"".join(calls))
         entry_points = [entry_point for entry_point in self.entry_points if entry_point.speaks_grpc]
         for entry_point, server in itertools.product(entry_points, self.servers):
             for _ in range(1000 // FILLING):
@@ -165,8 +143,6 @@ class Siege:
             for task in (asking, sending):
                 task.cancel()
             await asyncio.gather(asking, sending, return_exceptions=True)
-        report.sent += sender.sent
-        report.kinds += sender.kinds
 
     async def _ask(self, job: Job) -> None:
         """Ask the server repeatedly which job runs, as any peer can."""
