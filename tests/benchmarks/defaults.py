@@ -28,10 +28,8 @@ from rpcmp.job.training_run import drive
 from rpcmp.observability.events import Event, ScheduleEvent
 from rpcmp.pipelining.setting_grid import Grid, options_to_try
 from rpcmp.tools import tuning
-from rpcmp.tools.bench import cases
 from rpcmp.tools.measurement import TimeLimits, paired_ratio, rotated
-
-CASES = ("sleep:4", "overhead:2", "overhead:4", "transformer:2", "activations:2", "activations:4")
+from tests.benchmarks.predictions import CASES, case_of
 
 AUTO = {"schedule": "auto", "max_in_flight": "auto", "microbatches_per_message": "auto"}
 FORMER = {"schedule": "1f1b", "max_in_flight": None, "microbatches_per_message": 1}
@@ -110,9 +108,7 @@ def job_of(name: str, steps: int) -> Config:
     """Return the job of a case, with so many steps, or of a config."""
     if name.endswith(".toml"):
         return load_config(Path(name), [])
-    case, _, stages = name.partition(":")
-    config = cases.load(case, int(stages) if stages else None).config
-    return config.model_copy(update={"steps": steps, "epochs": None})
+    return case_of(name).model_copy(update={"steps": steps, "epochs": None})
 
 
 def main() -> None:

@@ -30,14 +30,16 @@ PREPARED = {"finetune"}
 """Examples that read weights which are to be made first."""
 
 
+def case_of(name: str) -> Config:
+    """Return the job of a case, which may have a number of stages: "sleep:4"."""
+    case, _, stages = name.partition(":")
+    return cases.load(case, int(stages) if stages else None).config
+
+
 def load(name: str) -> Config:
     """Return the job under the options that it starts with."""
-    case, _, stages = name.partition(":")
-    path = EXAMPLES / f"{case}.toml"
-    if path.exists():
-        config = loader.load_config(path)
-    else:
-        config = cases.load(case, int(stages) if stages else None).config
+    path = EXAMPLES / f"{name.partition(':')[0]}.toml"
+    config = loader.load_config(path) if path.exists() else case_of(name)
     return config.options.on(config)
 
 

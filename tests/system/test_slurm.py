@@ -162,13 +162,27 @@ def test_a_job_cut_short_saves_and_resumes_when_requeued(
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "is_requeued"),
-    [(0, 0, False), (1, 0, False), (2, 0, False), (75, 2, True), (75, 3, False), (143, 0, True)],
+    ("code", "restarts", "state", "is_requeued"),
+    [
+        (0, 0, "RUNNING", False),
+        (1, 0, "RUNNING", False),
+        (2, 0, "RUNNING", False),
+        (75, 2, "RUNNING", True),
+        (75, 2, "CANCELLED", False),
+        (75, 3, "RUNNING", False),
+        (143, 0, "RUNNING", True),
+    ],
 )
 def test_only_failures_worth_a_retry_are_requeued(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, code: int, restarts: int, is_requeued: bool
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    restarts: int,
+    state: str,
+    is_requeued: bool,
 ) -> None:
     slurm.install("rpcmp", ENDS_WITH.replace("CODE", str(code)))
+    monkeypatch.setenv("SLURM_TEST_STATE", state)
     monkeypatch.setenv("RPCMP_MAX_REQUEUES", "3")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     with slurm.running() as job:
@@ -202,14 +216,4 @@ def test_a_stage_that_does_not_start_is_named(slurm: Slurm, code: int, ends_with
     assert job.returncode == ends_with
     assert f"stage 0 has not started on 127.0.0.1 (exit code {code})" in slurm.output
     assert slurm.requeued.exists() is (ends_with == 75)
-    assert slurm.is_tidy()
-
-
-def test_a_cancelled_job_is_not_requeued(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm.install("rpcmp", ENDS_WITH.replace("CODE", "75"))
-    monkeypatch.setenv("SLURM_TEST_STATE", "CANCELLED")
-    with slurm.running() as job:
-        job.wait(PATIENCE)
-    assert job.returncode == 75
-    assert not slurm.requeued.exists()
     assert slurm.is_tidy()
