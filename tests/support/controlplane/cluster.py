@@ -262,7 +262,7 @@ class Cluster:
         """Start a server of a stage, or a spare if that is None.
 
         Args:
-            certificate: its name, "": none; by default that of its stage, if there are certificates.
+            certificate: its name; empty: none; None: that of its stage, if there are any.
         """
         forks, security = self._forks(), Security()
         if certificate is None:
