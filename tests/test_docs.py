@@ -73,6 +73,7 @@ RUN_BY = {
     ],
     "cli/test_join.py::test_a_spare_joins_a_job_and_another_host_leaves_it": [
         "rpcmp serve --spare --listen 127.0.0.1:50060",
+        "rpcmp serve --spare --listen 127.0.0.1:50100",
         "rpcmp join 127.0.0.1:50060 --to 127.0.0.1:50051",
         "rpcmp drain --leave 127.0.0.1:50052",
     ],
@@ -119,13 +120,10 @@ RUN_BY = {
     "cli/test_report.py::test_the_command_prints_tables": [
         "rpcmp report runs/NAME-1 runs/NAME-2 --text",
     ],
-    "cluster/test_hosts.py::test_a_spare_takes_the_stage_of_a_lost_host": [
-        "rpcmp serve --spare --listen 127.0.0.1:50100",
-    ],
     "cluster/test_takeover.py::test_another_driver_goes_on_where_the_servers_are": [
         "rpcmp drive config.toml --connect host-a,host-b --certs certs/driver --resume",
     ],
-    "cluster/test_servers.py::test_drain_ends_the_job_after_its_step_and_then_the_server": [
+    "cluster/test_recovery.py::test_a_server_that_ends_rejoins_its_job": [
         "rpcmp drain 127.0.0.1:50052",
     ],
     "cluster/test_resume.py::test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits": [

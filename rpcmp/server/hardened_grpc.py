@@ -4,7 +4,7 @@ Each incoming connection gets a gRPC server of its own, with the same servicers 
 
     PortMultiplexer ──Unix socket──> grpc.aio.Server of this connection ──> servicers
 
-That is because of two things in grpc.aio; tests/cluster/test_listener.py pins down both:
+That is because of two things in grpc.aio; tests/controlplane/test_servers.py pins down both:
 
 - The name of a call's method is decoded in the loop that takes the server's calls. If the name is
   not UTF-8, the loop ends, and all calls of that server with it: here only those of the connection

@@ -43,7 +43,7 @@ def test_a_run_ends_early_and_keeps_its_best_step(fault_free: tuple[JobFolder, R
 def test_faults_during_evaluation_and_after_the_best_step_change_no_bit(
     fault_free: tuple[JobFolder, Result], job: JobFolder
 ) -> None:
-    faults = Faults(job).fail_at(1, BEST + 1, "forward", "SIGKILL")
+    faults = Faults(job).fail_at(1, BEST + 1, "SIGKILL", "forward")
     worker, driver = job.folder / "triggered-worker", job.folder / "struck-driver"
     planted = (
         *("--set", f"metrics.error.kwargs.marker={worker}"),  # in the rehearsal
@@ -126,7 +126,7 @@ def test_a_broken_metric_fails_before_the_first_step(job: JobFolder) -> None:
 def test_a_failure_in_the_first_step_after_resuming_is_not_retried(job: JobFolder) -> None:
     kept = '[checkpoint]\ndir = "kept"\nevery_steps = 2'
     assert drive(Faults(job).config("steps = 2", stages=2, sections=kept)).code == 0
-    faults = Faults(job).fail_at(1, 3, "forward", "exception", again=True)
+    faults = Faults(job).fail_at(1, 3, "exception", "forward", again=True)
     result = drive(faults.config("steps = 4", stages=2, sections=kept), "--resume")
     assert result.code == 1, result.err
     assert result.event("resumed")["step"] == 2
@@ -135,7 +135,7 @@ def test_a_failure_in_the_first_step_after_resuming_is_not_retried(job: JobFolde
 
 
 def test_a_failure_in_the_first_step_is_not_retried(job: JobFolder) -> None:
-    faults = Faults(job).fail_at(1, 1, "forward", "exception", again=True)
+    faults = Faults(job).fail_at(1, 1, "exception", "forward", again=True)
     result = drive(faults.config("steps = 4", stages=2))
     assert result.code == 1
     assert [(each["stage"], each["step"]) for each in faults.triggered] == [(1, 1)]

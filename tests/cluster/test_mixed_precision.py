@@ -45,7 +45,7 @@ def committed(result: Result) -> list[tuple[Any, ...]]:
 @pytest.mark.cluster
 def test_a_worker_killed_in_a_skipped_step_changes_nothing(job: JobFolder) -> None:
     expected = in_this_process(Faults(job).config(SCALED))
-    faults = Faults(job).fail_at(1, 2, "backward", "SIGKILL").fail_at(2, 5, "saving", "SIGKILL")
+    faults = Faults(job).fail_at(1, 2, "SIGKILL", "backward").fail_at(2, 5, "SIGKILL", "saving")
     result = drive(faults.config(SCALED))
     assert committed(result) == expected
     assert len(faults.triggered) == 2
@@ -60,7 +60,7 @@ def test_a_step_skipped_by_one_replica_is_skipped_by_all_whichever_worker_is_los
 ) -> None:
     expected = in_this_process(Faults(job).config(SPIKED, stages=2, sections=PIPELINES))
     # A fault counts forwards, and a replica computes half of them: this one is in step 3.
-    faults = Faults(job).fail_at(0, 2, "backward", "SIGKILL").fail_at(1, 6, "saving", "SIGKILL")
+    faults = Faults(job).fail_at(0, 2, "SIGKILL", "backward").fail_at(1, 6, "SIGKILL", "saving")
     disturbed = drive(faults.config(SPIKED, stages=2, sections=PIPELINES))
     assert len(faults.triggered) == 2
     first, _ = [event for event in disturbed.events if event["event"] == "fault"]

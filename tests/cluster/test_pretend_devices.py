@@ -462,7 +462,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 def test_a_device_may_be_lost_at_any_time(
     job: JobFolder, whole: Committed, phase: str, step: int
 ) -> None:
-    faults = Faults(job).fail_at(1, step, phase, "device")
+    faults = Faults(job).fail_at(1, step, "device", phase)
     result = drive(faults.config(sections=on("auto", "auto", "cpu")))
     assert committed(result) == whole
     assert_recovered(faults, result)
@@ -471,7 +471,7 @@ def test_a_device_may_be_lost_at_any_time(
 
 @pytest.mark.cluster
 def test_a_killed_worker_is_replaced(job: JobFolder, whole: Committed) -> None:
-    faults = Faults(job).fail_at(1, STEP, "backward", "SIGKILL")
+    faults = Faults(job).fail_at(1, STEP, "SIGKILL", "backward")
     result = drive(faults.config(sections=on("auto", "auto", "cpu")))
     assert committed(result) == whole
     assert_recovered(faults, result)

@@ -30,6 +30,7 @@ from tests.support.processes import (
     RunningHere,
     connect,
     rpcmp,
+    rpcmp_process,
     running,
     runs,
     with_token,
@@ -55,7 +56,7 @@ def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
     [
         [("SIGKILL", "saving", FIRST), ("SIGSEGV", "optimizer", LAST)],
         [("exception", "forward", MIDDLE), ("SIGSTOP", "backward", MIDDLE)],
-        [("deadlock", "joining", LAST)],
+        [("deadlock", "join", LAST)],
     ],
 )
 def test_the_run_recovers_from_faults_with_the_same_bits(
@@ -63,7 +64,7 @@ def test_the_run_recovers_from_faults_with_the_same_bits(
 ) -> None:
     faults = Faults(job)
     for step, (how, phase, stage) in enumerate(faults_by_step, start=STEP):
-        faults.fail_at(stage, 0 if phase == "joining" else step, phase, how)
+        faults.fail_at(stage, 0 if phase == "join" else step, how, phase)
     result = drive(faults.config(), "--set", "recovery.heartbeat_timeout=2.0")
     assert committed(result) == fault_free
     found = [event for event in result.events if event["event"] == "fault"]
@@ -76,7 +77,7 @@ def test_the_run_recovers_from_faults_with_the_same_bits(
 
 
 def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: Committed) -> None:
-    faults = Faults(job).fail_at(MIDDLE, STEP, "backward", "lock")
+    faults = Faults(job).fail_at(MIDDLE, STEP, "lock", "backward")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
     assert committed(result) == fault_free
     assert_recovered(faults, result)
@@ -89,7 +90,7 @@ def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: C
 
 @pytest.mark.cluster
 def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Committed) -> None:
-    faults = Faults(job).fail_at(LAST, 0, "building", "lock")
+    faults = Faults(job).fail_at(LAST, 0, "lock", "build")
     result = drive(faults.config(), "--set", "recovery.watchdog=1.0")
     assert committed(result) == fault_free
     assert_recovered(faults, result)
@@ -102,7 +103,7 @@ def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Commi
 @pytest.mark.cluster
 @pytest.mark.parametrize("how", ["SIGSTOP", "brittle"])
 def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> None:
-    faults = Faults(job).fail_at(LAST, STEP, "optimizer", how)
+    faults = Faults(job).fail_at(LAST, STEP, how, "optimizer")
     silent = ("--set", "recovery.heartbeat_timeout=1.5", "--set", "recovery.max_restarts=0")
     result = drive(faults.config(), *silent)
     assert result.code == 75
@@ -112,7 +113,7 @@ def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> 
     assert ("most recent call first" in result.err) == (how == "SIGSTOP")
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "rpcmp drain"])
 def test_a_server_that_ends_rejoins_its_job(
     job: JobFolder, slow_fault_free: Committed, how: str
 ) -> None:
@@ -122,14 +123,17 @@ def test_a_server_that_ends_rejoins_its_job(
 
         def end(run: RunningHere) -> None:
             run.wait_for_line(LOSING)
-            servers[1].process.send_signal(signal.Signals[how])
+            if how == "rpcmp drain":
+                assert rpcmp_process("drain", servers[1].address).code == 0
+            else:
+                servers[1].process.send_signal(signal.Signals[how])
             servers[1].process.wait(DEADLINE)
             run.wait_for_line('"waiting"')
             servers[1].end()
             stack.enter_context(lend_server_at(servers[1].address))
 
         where = ("--connect", connect(servers))
-        result = rpcmp("drive", slow_config(job, 2 * SLOW), "--json", *where, during=end)
+        result = rpcmp("drive", slow_config(job, 4 * SLOW), "--json", *where, during=end)
     assert_went_on(result, slow_fault_free)
     what = "closed the connection" if how == "SIGKILL" else "is being stopped"
     assert what in result.event("fault")["error"]

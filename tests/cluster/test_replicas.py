@@ -46,7 +46,7 @@ def test_losing_a_replica_changes_no_bit(
     phase: str,
     how: str,
 ) -> None:
-    faults = Faults(job).fail_at(MIDDLE, STEP, phase, how)
+    faults = Faults(job).fail_at(MIDDLE, STEP, how, phase)
     result = drive(replicated(faults))
     assert committed(result) == fault_free
     assert len([event for event in result.events if event["event"] == "recovered"]) == 1

@@ -141,7 +141,7 @@ def test_a_job_with_a_fault_leaks_no_secret(
 
     The first run starts a fork server of its own, so that its arguments are searched as well.
     """
-    faults = Faults(job).fail_at(1, 3, "backward", "SIGKILL").fail_at(0, 4, "forward", "exception")
+    faults = Faults(job).fail_at(1, 3, "SIGKILL", "backward").fail_at(0, 4, "exception", "forward")
     config = faults.config(stages=2)
     test = f'test = {{ callable = "snapshot_store:data", kwargs = {{ token = "{secret}" }} }}'
     config.write_text(f"{config.read_text()}\n{test}\n{CHECKPOINT}")

@@ -58,7 +58,7 @@ def layers(**kwargs):
 
 def test_trying_other_options_changes_no_bit_and_survives_a_fault(job: JobFolder) -> None:
     (job.folder / "slow.py").write_text(SLOW)
-    faults = Faults(job).fail_at(1, 30, "forward", "SIGKILL")
+    faults = Faults(job).fail_at(1, 30, "SIGKILL", "forward")
     slow = "model.layers=slow:layers"
     tried = drive(faults.config(JOB, stages=2, sections=DATA), "--set", slow)
     assert_recovered(faults, tried)

@@ -103,7 +103,7 @@ def test_both_places_evaluate_the_same_stream(undisturbed: Callable[..., Result]
 def test_a_killed_worker_changes_nothing(
     job: JobFolder, name: str, at: str, undisturbed: Callable[..., Result]
 ) -> None:
-    faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
+    faults = Faults(job).fail_at(0, 4, "SIGKILL", "backward")
     section = data(train_of(name, job.folder), at)
     result = drive(faults.config(BY_STEP, stages=2, sections=section))
     assert committed(result) == committed(undisturbed(name, "stage"))
@@ -180,7 +180,7 @@ def test_streams_of_packages(
     job: JobFolder, package: str, at: str, undisturbed: Callable[..., Result]
 ) -> None:
     """A run that loses a worker is one without a fault, wherever samples are loaded."""
-    faults = Faults(job).fail_at(0, 4, "backward", "SIGKILL")
+    faults = Faults(job).fail_at(0, 4, "SIGKILL", "backward")
     more = 'collate = "streams:columns"' if package == "datasets" else ""
     section = data(train_of(f"of_{package}", job.folder), at, num_workers=1, more=more)
     result = drive(faults.config(BY_STEP, stages=2, sections=section))

@@ -213,7 +213,7 @@ def test_tensors_go_from_device_to_device_or_the_run_says_why_not(job: JobFolder
 def test_a_killed_worker_is_recovered_from(job: JobFolder, tmp_path: Path) -> None:
     sections = on("auto", "auto", "auto")
     whole = drive(Faults(JobFolder(tmp_path / "whole")).config(sections=sections))
-    faults = Faults(job).fail_at(1, STEP, "backward", "SIGKILL")
+    faults = Faults(job).fail_at(1, STEP, "SIGKILL", "backward")
     result = drive(faults.config(sections=sections))
     assert result.losses == losses(whole)
     assert_recovered(faults, result)

@@ -236,7 +236,7 @@ def test_a_device_that_runs_out_of_memory_is_explained(job: JobFolder) -> None:
 
 
 def test_memory_that_the_optimizer_lacks_is_explained_as_well(job: JobFolder) -> None:
-    faults = Faults(job).fail_at(0, 1, "optimizer", "full")
+    faults = Faults(job).fail_at(0, 1, "full", "optimizer")
     path = faults.config(sections=on("cpu", "pretend:1", "cpu"))
     error = in_a_fork(failed, str(path))
     assert re.search(r"stage 'stage\d' failed in optimizer at step 1: OutOfMemoryError", error)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 def test_a_fault_does_not_change_what_is_computed(job: JobFolder) -> None:
     text = "compile = true\nsteps = 4"
     expected = committed(drive(Faults(job).config(text, stages=2)))
-    faults = Faults(job).fail_at(0, 3, "backward", "SIGKILL")
+    faults = Faults(job).fail_at(0, 3, "SIGKILL", "backward")
     assert committed(drive(faults.config(text, stages=2))) == expected
     assert len(faults.triggered) == 1
 

@@ -25,7 +25,7 @@ def test_a_fault_while_saving_the_best_step_changes_no_bit(
     expected = drive(whole.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
     best = expected.event("summary")["best"]["step"]
     assert best % 3
-    faults = Faults(job).fail_at(1, best, "saving", "SIGKILL")
+    faults = Faults(job).fail_at(1, best, "SIGKILL", "saving")
     result = drive(faults.config(text, stages=2, sections=SECTIONS), *FAST, *rare)
     assert len(faults.triggered) == 1
     assert committed(result) == committed(expected)

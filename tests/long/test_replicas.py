@@ -18,7 +18,7 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "cut"])
-@pytest.mark.parametrize("phase", ["joining", "forward", "optimizer", "saving"])
+@pytest.mark.parametrize("phase", ["join", "forward", "optimizer", "saving"])
 def test_losing_a_replica_changes_no_bit(
     job: JobFolder,
     fault_free: tuple[list[tuple[int, str]], str],
@@ -26,7 +26,7 @@ def test_losing_a_replica_changes_no_bit(
     phase: str,
     how: str,
 ) -> None:
-    faults = Faults(job).fail_at(MIDDLE, 0 if phase == "joining" else STEP, phase, how)
+    faults = Faults(job).fail_at(MIDDLE, 0 if phase == "join" else STEP, how, phase)
     result = drive(
         replicated(faults), "--set", "recovery.heartbeat_timeout=2.0", under=namespace, timeout=90
     )

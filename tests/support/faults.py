@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.processes import JobFolder, Result, rpcmp, running
 
-PHASES = ("joining", "forward", "backward", "optimizer", "saving")
+PHASES = ("join", "forward", "backward", "optimizer", "saving")
 HOWS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "deadlock", "cut")
 
 NUM_STEPS = 6
@@ -29,12 +29,17 @@ class Faults:
     job: JobFolder
     planted: list[dict[str, Any]] = field(default_factory=list)
 
-    def fail_at(self, stage: int, step: int, phase: str, how: str, again: bool = False) -> Faults:
-        """Plant a fault in `phase` of `step` at `stage`; "building" and "joining" belong to step 0.
+    def fail_at(
+        self, stage: int, step: int, how: str, phase: str = "forward", again: bool = False
+    ) -> Faults:
+        """Plant a fault in `phase` of `step` at `stage`; "build" and "join" belong to step 0.
+
+        The same as `Cluster.fail_at` of tests.support.controlplane, in a real worker.
 
         Args:
             again: whether the fault is triggered every time, or only once.
         """
+        assert phase in ("build", *PHASES), phase
         fault = {"stage": stage, "step": step, "phase": phase, "how": how, "again": again}
         marker = self.job.folder / f"triggered-{len(self.planted)}"
         self.planted.append({**fault, "marker": str(marker)})
@@ -153,7 +158,7 @@ def assert_cell(
 ) -> None:
     """Check that a run recovers from such a fault by itself, and ends with the same bits."""
     how, phase, stage = cell
-    faults = Faults(job).fail_at(stage, 0 if phase == "joining" else STEP, phase, how)
+    faults = Faults(job).fail_at(stage, 0 if phase == "join" else STEP, how, phase)
     silent = ("--set", "recovery.heartbeat_timeout=2.0")
     result = drive(faults.config(), *silent, under=under, timeout=90)
     assert committed(result) == fault_free

@@ -32,9 +32,9 @@ def plant(faults: Faults, seed: int, count: int, steps: int) -> None:
         how = draw.choice([*HOWS, "host"])
         stage = draw.randrange(STAGES)
         if number % 10 == 9:
-            faults.fail_at(stage, 0, "joining", how)
+            faults.fail_at(stage, 0, how, "join")
         else:
-            faults.fail_at(stage, draw.randrange(2, steps), draw.choice(PHASES), how)
+            faults.fail_at(stage, draw.randrange(2, steps), how, draw.choice(PHASES))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def layers(
                 nn.Sequential(inner, nn.Linear(zoo.FEATURES, 1)) if stage + 1 == stages else inner
             )
             planted = Planted(at, stage)
-            planted.begin("building", 0)
+            planted.begin("build", 0)
             if at:
                 _watch_process(planted)
             return Watched(layer, planted, num_microbatches, milliseconds)
@@ -218,7 +218,7 @@ def _watch_process(planted: Planted) -> None:
     join, write = transport.join, stage_state.SnapshotWriter.write
 
     def watched_join(*args: Any) -> str:
-        planted.begin("joining", 0)
+        planted.begin("join", 0)
         return join(*args)
 
     def watched_write(self: Any, slot: int, step: int, *args: Any, **kwargs: Any) -> Any:
