@@ -123,7 +123,7 @@ RUN_BY = {
     "cluster/test_takeover.py::test_another_driver_goes_on_where_the_servers_are": [
         "rpcmp drive config.toml --connect host-a,host-b --certs certs/driver --resume",
     ],
-    "cluster/test_recovery.py::test_a_server_that_ends_rejoins_its_job": [
+    "cluster/test_servers.py::test_an_idle_server_ends_when_it_is_drained": [
         "rpcmp drain 127.0.0.1:50052",
     ],
     "cluster/test_resume.py::test_resuming_in_the_middle_of_an_epoch_gives_the_same_bits": [

@@ -17,7 +17,9 @@ from rpcmp.v1.control_pb2_grpc import ControlStub
 from rpcmp.v1.doctor_pb2 import ExamineRequest
 from rpcmp.v1.doctor_pb2_grpc import DoctorStub
 from tests.support.longjob import LONG_JOB
+from tests.support.pool import lend_servers
 from tests.support.processes import (
+    DEADLINE,
     FORKS,
     JobFolder,
     connect,
@@ -55,6 +57,13 @@ def test_status_shows_a_running_job(job: JobFolder) -> None:
         table = rpcmp("status", config, "--connect", connect(idle))
         assert "long-job" in table.out
         assert idle[1].address in table.out
+
+
+def test_an_idle_server_ends_when_it_is_drained() -> None:
+    with lend_servers(1) as (server,):
+        drained = rpcmp("drain", server.address)
+        assert drained.code == 0, drained.err
+        assert server.process.wait(DEADLINE) == 0
 
 
 FREE = """
