@@ -35,37 +35,19 @@ def samples(store: Store) -> Samples:
 # Counters
 
 
-class Counter:
-    """A store with one counter."""
-
-    def __init__(self) -> None:
-        self.store = Store([Family("x", "counter", "An x", ("key",))])
-
-    def total(self, key: str, source: int, count: int) -> float:
-        self.store.count("x", source, count, key)
-        total = value(samples(self.store), "x_total", key=key)
-        assert total is not None
-        return total
-
-
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100)), max_size=30))
 def test_counters_never_fall(seen: list[tuple[int, int]]) -> None:
-    counter, before = Counter(), 0.0
+    store, before = Store([Family("x", "counter", "An x", ("key",))]), 0.0
     for source, count in sorted(seen, key=lambda pair: pair[0]):
-        total = counter.total("key", source, count)
+        store.count("x", source, count, "key")
+        total = value(samples(store), "x_total", key="key")
+        assert total is not None
         assert total >= before
         before = total
     highest: dict[int, int] = {}
     for source, count in seen:
         highest[source] = max(count, highest.get(source, 0))
     assert before == sum(highest.values())
-
-
-def test_totals_continue_after_a_process_is_replaced() -> None:
-    counter = Counter()
-    assert [counter.total("a", 1, n) for n in (5, 9)] == [5, 9]
-    assert [counter.total("a", 2, n) for n in (0, 3, 12)] == [9, 12, 21]
-    assert counter.total("b", 2, 7) == 7
 
 
 def test_store_refuses_labels_of_another_family() -> None:

@@ -71,15 +71,6 @@ def test_every_event_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start == StartEvent(steps=9)
 
 
-def test_every_step_is_passed_on_once(received: Received) -> None:
-    received.emit_steps(1, 5)
-    received.emit_steps(3, 7)
-    received.emit_steps(1, 9)
-    assert [event.step for event in received.steps] == list(range(1, 10))
-    assert received.stream.step == 9
-    assert received.warnings == []
-
-
 def test_recent_steps_are_those_that_were_passed_on(received: Received) -> None:
     received.emit_step(1, step_s=3.0)
     received.emit_step(2, step_s=1.0)

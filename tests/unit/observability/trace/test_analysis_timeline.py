@@ -13,7 +13,7 @@ from rpcmp.config.topology import Member
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import STEPS_SAMPLED, StepSampler
 from rpcmp.errors import JobError
-from rpcmp.observability.events import Event, Json
+from rpcmp.observability.events import Event
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.analysis import timeline
 from rpcmp.observability.trace.spans import Kind, Span, SpanRecorder
@@ -101,15 +101,26 @@ def test_stage_keeps_the_spans_of_its_last_steps() -> None:
 
 
 class Stages:
-    """Two stages; the clock of the second is ahead."""
+    """Two stages that are sampled; the clock of the second is ahead."""
 
     AHEAD = 10**12
 
     def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.sampler = StepSampler(job(), cast(StageGroup, self), self._report, 2.0)
         self.asked: list[int] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.error: JobError | None = None
+
+    def _report(self, event: Event) -> None:
+        self.events.append(event.to_json())
+
+    def after_step(self, step: int) -> None:
+        """Let the sampler see a step, and wait until it has shown what it asked for."""
+        self.sampler.after_step(step)
+        if self.sampler._showing is not None:
+            self.sampler._showing.exception()
 
     @property
     def workers(self) -> Self:
@@ -157,11 +168,6 @@ class Clock:
     now = 100.0
 
 
-def keep(events: list[Json]) -> Callable[[Event], None]:
-    """Return a report function that appends the JSON form of each event to `events`."""
-    return lambda event: events.append(event.to_json())
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
     monkeypatch.setattr(Clock, "now", 100.0)
@@ -171,17 +177,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
 
 
 def test_sampler_emits_a_step_every_other_second_on_the_drivers_clock(clock: type[Clock]) -> None:
-    stages, events = Stages(), list[dict[str, Any]]()
-    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
+    stages = Stages()
     for step in range(1, 11):  # half a second each
-        follower.after_step(step)
+        stages.after_step(step)
         clock.now += 0.5
-        while follower._showing is not None and not follower._showing.done():
-            pass
-    follower.close()
+    stages.sampler.close()
     assert stages.asked == [2, 6, 10]
-    assert [event["step"] for event in events] == [1, 5, 9]
-    first, second = events[0]["stages"]
+    assert [event["step"] for event in stages.events] == [1, 5, 9]
+    first, second = stages.events[0]["stages"]
     assert first["spans"] == second["spans"] == [["F", 0, 0.0, 0.001], ["B", 0, 0.001, 0.002]]
 
 
@@ -191,56 +194,50 @@ def test_sampler_emits_less_often_if_steps_take_long_to_analyse(
     spent = iter(range(0, 1000, 3))  # hundredths of a second of CPU time
     monkeypatch.setattr("rpcmp.driver.tracing.time.thread_time", lambda: next(spent) / 100)
     stages = Stages()
-    follower = StepSampler(job(), cast(StageGroup, stages), lambda event: None, 2.0)
     for step in range(1, 11):
-        follower.after_step(step)
-        while follower._showing is not None and not follower._showing.done():
-            pass
+        stages.after_step(step)
         clock.now += 1.0
-    follower.close()
+    stages.sampler.close()
     assert stages.asked == [2, 5, 8]
 
 
 def test_sampler_does_not_block_training_on_a_slow_response(clock: type[Clock]) -> None:
-    stages, events = Stages(), list[dict[str, Any]]()
+    stages = Stages()
     stages.may_answer.clear()
-    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
     for step in range(1, 30):
-        follower.after_step(step)
+        stages.sampler.after_step(step)
         clock.now += 10
     assert stages.asked == [2]  # one request at a time
     stages.may_answer.set()
-    follower.close()
-    assert [event["step"] for event in events] == [1]
+    stages.sampler.close()
+    assert [event["step"] for event in stages.events] == [1]
 
 
 def test_sampler_ignores_a_lost_stage(clock: type[Clock]) -> None:
-    stages, events = Stages(), list[dict[str, Any]]()
+    stages = Stages()
     stages.error = JobError("the worker is gone")
-    follower = StepSampler(job(), cast(StageGroup, stages), keep(events), 2.0)
-    follower.after_step(1)
-    follower.after_step(2)
-    follower.close()
+    for step in (1, 2):
+        stages.sampler.after_step(step)
+    stages.sampler.close()
     assert stages.asked == [2]
-    assert events == []
-    assert follower._showing is not None
-    assert follower._showing.exception() is None
+    assert stages.events == []
+    assert stages.sampler._showing is not None
+    assert stages.sampler._showing.exception() is None
 
 
 def test_sampler_writes_the_last_steps_as_a_trace(tmp_path: Path) -> None:
-    events = list[dict[str, Any]]()
-    follower = StepSampler(job(), cast(StageGroup, Stages()), keep(events), 2.0)
-    follower.write(tmp_path / "trace.json.gz")
+    stages = Stages()
+    stages.sampler.write(tmp_path / "trace.json.gz")
     assert list(tmp_path.iterdir()) == []  # there has been no step
     for step in range(1, 5):
-        follower.after_step(step)
-    follower.close()
-    follower.write(tmp_path / "trace.json.gz")
+        stages.sampler.after_step(step)
+    stages.sampler.close()
+    stages.sampler.write(tmp_path / "trace.json.gz")
     trace = chrome.read(tmp_path / "trace.json.gz")
     assert [track.stage for track in trace.tracks] == list(STAGES)
     for track in trace.tracks:
         assert [span.step for span in track.spans] == [2, 2, 3, 3, 4, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
-    follower.write(tmp_path / "nowhere" / "trace.json.gz")
-    (text,) = [event["text"] for event in events if event["event"] == "warning"]
+    stages.sampler.write(tmp_path / "nowhere" / "trace.json.gz")
+    (text,) = [event["text"] for event in stages.events if event["event"] == "warning"]
     assert text.startswith("no trace of the last steps: cannot write the trace")
