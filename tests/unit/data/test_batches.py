@@ -64,12 +64,6 @@ def test_inputs_and_targets_stay_together() -> None:
         assert torch.equal(targets, inputs * 10)
 
 
-def test_an_epoch_has_every_sample_once() -> None:
-    batches = order(load())
-    assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert sorted(index for batch in batches for index in batch) == list(range(10))
-
-
 def test_an_epochs_order_depends_on_the_seed_and_the_epoch_alone() -> None:
     used = load()
     first, second = order(used, 1), order(used, 2)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.futures import Future
 
 from rpcmp.config.job_sections import DataConfig
-from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.data.batches import Batches, Loaded
@@ -22,6 +21,7 @@ from rpcmp.driver.datasets import Datasets, IndexBatches
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import BatchIndices, DatasetInfo
+from tests.support.graphs import chain_of
 from tests.zoo import models
 
 SAMPLES = 10
@@ -132,8 +132,7 @@ class Stages:
 
 def job(**more: Any) -> Config:
     data = {"train": "m:train", "test": "m:test", "at": "stage", "batch_size": 4, **more}
-    model = {"layers": "m:layers", "num_stages": 2}
-    return parse_config({"loss": "torch.nn:MSELoss", "model": model, "data": data, "epochs": 2})
+    return chain_of(2, data=data, epochs=2)
 
 
 def datasets(config: Config, *sizes: dict[str, int]) -> Datasets:

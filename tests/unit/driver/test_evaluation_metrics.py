@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpcmp.config.loader import parse_config
 from rpcmp.driver.evaluation import Metrics
 from rpcmp.errors import ConfigError, FactoryError, JobError
+from tests.support.graphs import chain_of
 
 
 class Gives:
@@ -99,9 +99,7 @@ def load(more: dict[str, Any] | None = None, **metrics: Any) -> Metrics:
         for name, metric in metrics.items()
     }
     data = {"train": "m:train", "test": "m:test"}
-    model = {"layers": "m:layers"}
-    given = {"loss": "m:loss", "model": model, "data": data, "metrics": named, **(more or {})}
-    return Metrics.load(parse_config(given))
+    return Metrics.load(chain_of(2, data=data, metrics=named, **(more or {})))
 
 
 def gives(result: Any) -> dict[str, float]:

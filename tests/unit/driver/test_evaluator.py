@@ -47,13 +47,18 @@ class Group:
         return batch
 
 
-def evaluator(group: Group, stop: threading.Event | None = None, **keys: Any) -> Evaluator:
+def evaluator(
+    group: Group,
+    stop: threading.Event | None = None,
+    metrics: Metrics | None = None,
+    **keys: Any,
+) -> Evaluator:
     config = SimpleNamespace(**{"decisive_metrics": {}, **keys})
     return Evaluator(
         cast(Config, config),
         cast(Any, Data()),
         cast(Any, group),
-        Metrics({}),
+        metrics or Metrics({}),
         stop or threading.Event(),
         cast(Activity, SimpleNamespace(start=lambda *_: None)),
     )
@@ -94,6 +99,21 @@ def test_a_rehearsal_that_fails_names_the_mini_batch() -> None:
 
     with pytest.raises(ConfigError, match=r"the first mini-batch of data.test .* no such index"):
         evaluator(Group(then=fail)).rehearse()
+
+
+def giving(compute: Callable[[], object]) -> Metrics:
+    """Return a metric of the driver with a state, whose `compute` is given."""
+    nothing = dict.fromkeys(("reset", "update"), lambda *_: None)
+    return Metrics({"own": cast(Any, SimpleNamespace(compute=compute, **nothing))})
+
+
+def test_a_rehearsal_warns_if_a_metric_fails_and_refuses_what_is_no_number() -> None:
+    assert evaluator(Group(), metrics=giving(lambda: {"f1": 0.5})).rehearse() == ""
+    warning = evaluator(Group(), metrics=giving(lambda: 1 / 0)).rehearse()
+    assert warning.startswith("metrics.own failed in compute(): ZeroDivisionError: division by")
+    assert "tried on one mini-batch" in warning
+    with pytest.raises(ConfigError, match=r"compute\(\) gave str; it has to give one number"):
+        evaluator(Group(), metrics=giving(lambda: "much")).rehearse()
 
 
 def test_a_rehearsal_leaves_a_lost_worker_to_the_recovery() -> None:

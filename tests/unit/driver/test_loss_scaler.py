@@ -1,11 +1,9 @@
-"""The loss scaler: its numbers equal `torch.amp.GradScaler`, and its state survives JSON."""
+"""The loss scaler: its numbers equal `torch.amp.GradScaler`; for JSON see test_progress.py."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from torch.amp import GradScaler
 
 from rpcmp.config.run_sections import LossScalingConfig
-from rpcmp.driver.loss_scaler import LOWEST, LossScaler, ScalerState
+from rpcmp.driver.loss_scaler import LOWEST, LossScaler
 from rpcmp.errors import LossScaleError
 
 CONFIGS = st.builds(
@@ -57,14 +55,6 @@ def test_scale_inverse_and_growth_equal_torch(config: LossScalingConfig, steps: 
             assert scaler.inverse == inverse
         scaler.update(is_finite)
     assert scaler.state.skipped == steps.count(False)
-
-
-@given(CONFIGS, st.lists(st.booleans(), max_size=10))
-def test_scaler_state_survives_json(config: LossScalingConfig, steps: list[bool]) -> None:
-    scaler = LossScaler(config)
-    for is_finite in steps:
-        scaler.update(is_finite)
-    assert ScalerState(**json.loads(json.dumps(asdict(scaler.state)))) == scaler.state
 
 
 def test_require_useful_raises_below_the_lowest_scale() -> None:

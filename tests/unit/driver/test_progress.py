@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.config import loader
 from rpcmp.config.schema import Config
 from rpcmp.driver import progress as saves_module
 from rpcmp.driver.loss_scaler import ScalerState
@@ -24,6 +23,7 @@ from rpcmp.driver.progress import (
     CheckpointCadence,
     TrainingProgress,
 )
+from tests.support.graphs import chain_of
 
 JOIN_SECONDS = 30.0
 """Seconds to wait for a thread that must end by itself."""
@@ -80,7 +80,7 @@ def test_a_step_does_not_change_the_progress_before_it() -> None:
         metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
         is_saved=st.booleans(),
         has_ended_epoch=st.booleans(),
-        scaler=st.none() | st.builds(ScalerState, scale=st.floats(1), skipped=st.integers(0)),
+        scaler=st.none() | st.builds(ScalerState, st.floats(1), st.integers(0), st.integers(0)),
     )
 )
 def test_progress_survives_its_message(progress: TrainingProgress) -> None:
@@ -138,14 +138,7 @@ def condition(monkeypatch: pytest.MonkeyPatch) -> Condition:
 
 def config(**section: Any) -> Config:
     """Return a job, with a `[checkpoint]` section if any of its keys are given."""
-    data: dict[str, Any] = {
-        "name": "job",
-        "model": {"layers": "tests.zoo.models:layers", "num_stages": 2},
-        "loss": "torch.nn:MSELoss",
-    }
-    if section:
-        data["checkpoint"] = {"dir": "runs", **section}
-    return loader.parse_config(data)
+    return chain_of(2, **({"checkpoint": {"dir": "runs", **section}} if section else {}))
 
 
 def due(saves: CheckpointCadence, last: int) -> list[int]:

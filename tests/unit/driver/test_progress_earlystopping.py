@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.config.loader import parse_config
 from rpcmp.config.run_sections import EarlyStoppingConfig, Mode, guess_direction, is_better
 from rpcmp.config.schema import Config
 from rpcmp.driver.progress import Best, EarlyStopping, TrainingProgress
+from tests.support.graphs import chain_of
 
 NAN = math.nan
 
@@ -121,11 +121,7 @@ def test_best_is_the_first_of_equal_values(values: list[float], mode: Mode) -> N
 
 def test_progress_drops_state_of_other_metrics_under_a_changed_config() -> None:
     def config(**more: Any) -> Config:
-        data = {"train": "m:f", "test": "m:f"}
-        model = {"layers": "m:f"}
-        return parse_config(
-            {"loss": "m:f", "metrics": {"f1": "m:f"}, "data": data, "model": model, **more}
-        )
+        return chain_of(2, metrics={"f1": "m:f"}, data={"train": "m:f", "test": "m:f"}, **more)
 
     stopping, best = EarlyStopping("loss", "min", 0.5, 10, 2, 30), Best("f1", "max", 0.5, 20)
     before = TrainingProgress(step=30, loss=0.0, stopping=stopping, best=best)

@@ -31,7 +31,6 @@ class Machine:
     Attributes:
         message_s: seconds that a message costs.
         slow: seconds that steps under some options take besides.
-        free: bytes free on the device that all workers share.
         start: what an earlier group has found, and what it was trying.
         restarts: groups lost before.
         data_share: share of a step in which the driver waits for samples.
@@ -44,7 +43,6 @@ class Machine:
     total: int = 1000
     message_s: float = 0.0
     slow: Callable[[ScheduleOptions], float] = lambda options: 0.0
-    free: int | None = 1 << 30
     start: list[ScheduleOptions] = field(default_factory=list)
     restarts: int = 0
     data_share: float = 0.0
@@ -79,7 +77,7 @@ class Machine:
         return {"idle": 1 << 20, "peak": 2 << 20}
 
     def free_memory(self) -> tuple[str, int | None]:
-        return "here", self.free
+        return "here", 1 << 30
 
     def _add_event(self, event: Event) -> None:
         assert isinstance(event, ScheduleEvent)
@@ -263,17 +261,6 @@ def test_nothing_is_tried_that_is_given_or_pays_for_nothing(
     machine.run(config.steps or 300)
     assert set(machine.used) == {config.options}
     assert machine.found == []
-
-
-@pytest.mark.parametrize("free", [0, None])
-def test_memory_that_is_not_there_is_not_used(free: int | None) -> None:
-    config = chain()
-    machine = Machine(config, message_s=5 * MS, free=free)
-    machine.run(300)
-    held = cost_model.held(config)
-    for options in set(machine.used):
-        more = cost_model.held(options.on(config))
-        assert all(more[stage] <= held[stage] for stage in held)
 
 
 def test_all_trials_together_keep_to_a_part_of_the_free_memory() -> None:

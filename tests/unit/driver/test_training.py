@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -16,7 +15,6 @@ import pytest
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.data.batches import Loaded
 from rpcmp.driver.datasets import Datasets
 from rpcmp.driver.evaluation import Evaluation, Metrics
 from rpcmp.driver.progress import Best, TrainingProgress
@@ -24,7 +22,6 @@ from rpcmp.driver.rounds import Batch, RoundHandle
 from rpcmp.driver.stage_group import StageGroup
 from rpcmp.driver.tracing import Tracer
 from rpcmp.driver.training import Training
-from rpcmp.errors import ConfigError, JobError
 from rpcmp.observability.events import Json
 from rpcmp.observability.trace import chrome
 from rpcmp.observability.trace.spans import Kind, Span
@@ -112,8 +109,6 @@ class Stages:
 
     def evaluate(self, batch: Batch, step: int, own: Metrics) -> Evaluation:
         self.log.append(f"evaluate{step}")
-        if isinstance(batch, Loaded):
-            own.update(batch.inputs, batch.targets)
         return Evaluation(batch.num_samples, self.test_losses.get(step, 0.5))
 
     @staticmethod
@@ -462,47 +457,6 @@ def test_evaluations_follow_steps_at_their_interval(count: dict[str, int]) -> No
         *("evaluate0", "start1", "start2", "finish1", "start3", "finish2", "finish3", "settle"),
         *("evaluate3", "evaluate3", "start4", "start5"),
     ]
-
-
-class Fails:
-    """A metric with a state that raises an error, or returns `found`."""
-
-    def __init__(self, in_update: bool = False, found: object = None) -> None:
-        self._in_update, self._found = in_update, found
-
-    def reset(self) -> None: ...
-
-    def update(self, preds: Any, target: Any) -> None:
-        if self._in_update:
-            raise ValueError("no such label")
-
-    def compute(self) -> Any:
-        if self._found is None:
-            raise ZeroDivisionError("no positives")
-        return self._found
-
-
-def _rehearsed(metric: Fails) -> list[Json]:
-    """Return the events that a run reports up to its first step."""
-    reported: list[Json] = []
-    config = job(steps=1, data={**TESTED, "batch_size": 4}, evaluate_every=0)
-    training = _training(config, Stages(config), reported.append, metrics=Metrics({"own": metric}))
-    with contextlib.suppress(JobError):  # from the evaluation at the end
-        training.run(evaluate=True)
-    return reported[: [event["event"] for event in reported].index("progress")]
-
-
-def test_rehearsal_warns_if_compute_raises_and_fails_on_other_errors() -> None:
-    assert _rehearsed(Fails(found={"f1": 0.5})) == []
-    (warning,) = _rehearsed(Fails())
-    assert warning["event"] == "warning"
-    assert warning["text"].startswith(
-        "metrics.own failed in compute(): ZeroDivisionError: no positives; tried on one mini-batch"
-    )
-    with pytest.raises(ConfigError, match=r"an evaluation fails.*own failed in update.*no such"):
-        _rehearsed(Fails(in_update=True))
-    with pytest.raises(ConfigError, match=r"compute\(\) gave str; it has to give one number"):
-        _rehearsed(Fails(found="much"))
 
 
 @pytest.mark.parametrize(

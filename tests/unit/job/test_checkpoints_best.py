@@ -11,10 +11,10 @@ import pytest
 
 from rpcmp.checkpoint.folder import CheckpointFolder, remove
 from rpcmp.checkpoint.manifest import BestMark, Manifest
-from rpcmp.config.loader import parse_config
 from rpcmp.job.checkpoints import Checkpoints, mark_of
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import BestEvent, Event, WarningEvent
+from tests.support.graphs import chain_of
 from tests.support.manifests import manifest
 
 LOSS = BestMark(metric="loss", value=0.5)
@@ -25,14 +25,7 @@ class Run:
 
     def __init__(self, path: Path, best: str | None = "loss") -> None:
         section = {"dir": str(path)} if best is None else {"dir": str(path), "best": best}
-        config = parse_config(
-            {
-                "loss": "m:loss",
-                "model": {"layers": "m:layers"},
-                "data": {"train": "m:train", "test": "m:test"},
-                "checkpoint": section,
-            }
-        )
+        config = chain_of(2, data={"train": "m:train", "test": "m:test"}, checkpoint=section)
         self.events: list[Event] = []
         self.folder = CheckpointFolder(path)
         pool = cast(ServerPool, SimpleNamespace(run_folder="", job_id="r1"))
@@ -56,10 +49,13 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
+def best_at(step: int) -> dict[str, Any]:
+    return {"metric": "loss", "mode": "min", "value": 0.5, "step": step}
+
+
 def progress(step: int) -> dict[str, Any]:
     """Return the driver's state after a step that is the best so far."""
-    best = {"metric": "loss", "mode": "min", "value": 0.5, "step": step}
-    return {"step": step, "awaits_save": False, "best": best}
+    return {"step": step, "awaits_save": False, "best": best_at(step)}
 
 
 def knowing(step: int, best: dict[str, Any] | None) -> Manifest:
@@ -68,9 +64,8 @@ def knowing(step: int, best: dict[str, Any] | None) -> Manifest:
 
 
 def test_mark_of_is_none_unless_the_step_is_the_best() -> None:
-    best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
-    assert mark_of({"step": 8, "best": best}) == LOSS
-    assert mark_of({"step": 9, "best": best}) is None
+    assert mark_of({"step": 8, "best": best_at(8)}) == LOSS
+    assert mark_of({"step": 9, "best": best_at(8)}) is None
     assert mark_of({"step": 9, "best": None}) is None
     assert mark_of({"step": 9}) is None
 
@@ -81,7 +76,7 @@ def test_mark_writes_and_reports_a_checkpoint_once(run: Run) -> None:
     assert not run.mark(8)
     assert run.events == [BestEvent(step=8, metric="loss", value=0.5)]
     (found,) = run.folder.valid()
-    assert (found.best, found.driver) == (LOSS, {"step": 8, "best": progress(8)["best"]})
+    assert (found.best, found.driver) == (LOSS, {"step": 8, "best": best_at(8)})
     assert found.stages == manifest(8).stages
     assert run.checkpoints.best() == {
         "step": 8,
@@ -101,7 +96,7 @@ def test_best_is_none_without_a_mark_or_without_the_option(run: Run) -> None:
 
 
 def test_a_resumed_run_restores_the_best_unless_its_checkpoint_is_gone(run: Run) -> None:
-    best = {"metric": "loss", "mode": "min", "value": 0.5, "step": 8}
+    best = best_at(8)
     run.folder.commit(manifest(8, best=LOSS))
     assert run.resume(knowing(9, best)) == best
     assert run.resume(knowing(9, None)) is None

@@ -12,11 +12,11 @@ from typing import cast
 
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.slots import HeldSnapshots
-from rpcmp.config.loader import parse_config
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.observability.events import Event
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.graphs import chain_of
 
 CUTS = ([["a", "b"], ["c"]], [["a"], ["b", "c"]])
 
@@ -47,15 +47,8 @@ class FakePool:
 
 
 def test_the_checkpoint_has_the_layers_of_the_cut_that_was_held(tmp_path: Path) -> None:
-    config = parse_config(
-        {
-            "loss": "m:loss",
-            "model": {"layers": "m:layers", "num_stages": 2},
-            "data": {"train": "m:train"},
-            "checkpoint": {"dir": str(tmp_path)},
-            "rebalance": "auto",
-        }
-    )
+    data, section = {"train": "m:train"}, {"dir": str(tmp_path)}
+    config = chain_of(2, data=data, checkpoint=section, rebalance="auto")
     pool, events = FakePool(), list[Event]()
     checkpoints = Checkpoints(config, cast(ServerPool, pool), events.append)
     for cut in CUTS:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots
-from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.job.cuts import Cuts, HeldStep, with_stages
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.graphs import chain_of
 
 FIRST = {"s0": ["a", "b", "c"], "s1": ["d"]}
 OTHER = {"s0": ["a"], "s1": ["b", "c", "d"]}
@@ -123,17 +123,11 @@ def test_a_stage_that_has_joined_gets_its_layers_from_those_that_had_them() -> N
 
 
 def test_stages_of_another_number_have_the_settings_that_all_share() -> None:
-    config = parse_config(
-        {
-            "loss": "torch.nn:MSELoss",
-            "rebalance": "auto",
-            "model": {"layers": "m:layers", "balance": [3, 1]},
-            "stages": [
-                {"name": "front", "threads": 2, "addresses": ["a:1"], "memory": "1 GiB"},
-                {"name": "back", "threads": 2, "addresses": ["b:1"]},
-            ],
-        }
-    )
+    stages = [
+        {"name": "front", "threads": 2, "addresses": ["a:1"], "memory": "1 GiB"},
+        {"name": "back", "threads": 2, "addresses": ["b:1"]},
+    ]
+    config = chain_of(2, rebalance="auto", stages=stages)
     more = with_stages(config, {"front": 1, "stage2": 2, "back": 1})
     assert more.stage_names == ["front", "stage2", "back"]
     assert [stage.threads for stage in more.stages] == [2, 2, 2]
@@ -145,6 +139,6 @@ def test_stages_of_another_number_have_the_settings_that_all_share() -> None:
 
 def test_the_number_of_stages_in_the_config_counts_no_longer() -> None:
     model = {"layers": "m:layers", "num_stages": 2, "balance": "auto"}
-    config = parse_config({"loss": "torch.nn:MSELoss", "rebalance": "auto", "model": model})
+    config = chain_of(2, rebalance="auto", model=model)
     more = with_stages(config, {"stage0": 1, "stage2": 2, "stage1": 1})
     assert Config.model_validate_json(more.model_dump_json()).num_stages == 3

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from rpcmp.config.loader import parse_config
 from rpcmp.errors import (
     CheckpointError,
     ConfigError,
@@ -17,11 +16,10 @@ from rpcmp.errors import (
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.moving_balance import Change, MovingBalance
 from rpcmp.observability.events import Event, RebalanceEvent, ScheduleEvent
+from tests.support.graphs import chain_of
 from tests.support.runevents import typed
 
-CONFIG = parse_config(
-    {"loss": "torch.nn:MSELoss", "model": {"layers": "m:layers", "balance": [3, 1]}}
-)
+CONFIG = chain_of(2, model={"layers": "m:layers", "balance": [3, 1]})
 LAYERS = {"stage0": ["a", "b", "c"], "stage1": ["d"]}
 
 

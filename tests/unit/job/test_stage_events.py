@@ -14,6 +14,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.server_pool import ServerPlace
 from rpcmp.job.stage_events import run_event, stages_event
+from tests.support.graphs import chain_of
 
 PLACES = [
     ServerPlace(address, index)
@@ -52,32 +53,13 @@ def test_the_run_event_redacts_secrets(event: dict[str, Any]) -> None:
 
 
 def test_stages_are_in_the_order_of_the_graph(event: dict[str, Any]) -> None:
-    assert event["graph"]["stages"] == [
-        {
-            "name": "left",
-            "index": 1,
-            "inputs": ["input"],
-            "replicas": 1,
-            "device": "cpu",
-            "schedule_row": 0,
-        },
-        {
-            "name": "right",
-            "index": 2,
-            "inputs": ["input.image"],
-            "replicas": 2,
-            "device": "cpu",
-            "schedule_row": 1,
-        },
-        {
-            "name": "top",
-            "index": 0,
-            "inputs": ["left", "right.skip"],
-            "replicas": 1,
-            "device": "cuda:0",
-            "schedule_row": 2,
-        },
+    keys = ("name", "index", "inputs", "replicas", "device", "schedule_row")
+    rows = [
+        ("left", 1, ["input"], 1, "cpu", 0),
+        ("right", 2, ["input.image"], 2, "cpu", 1),
+        ("top", 0, ["left", "right.skip"], 1, "cuda:0", 2),
     ]
+    assert event["graph"]["stages"] == [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def test_workers_are_in_the_order_of_the_config(event: dict[str, Any]) -> None:
@@ -96,13 +78,8 @@ def test_workers_have_no_address_before_their_servers_are_started() -> None:
 
 
 def test_a_worker_keeps_its_servers_number_when_other_stages_have_gone() -> None:
-    config = parse_config(
-        {
-            "loss": "torch.nn:MSELoss",
-            "model": {"layers": "m:layers", "balance": [2, 1, 1]},
-            "rebalance": "auto",
-        }
-    )
+    model = {"layers": "m:layers", "balance": [2, 1, 1]}
+    config = chain_of(3, model=model, rebalance="auto")
     left = with_stages(config, {"stage1": 1, "stage3": 3})
     event = stages_event(left, [ServerPlace("b:2", 1), ServerPlace("d:4", 3)], 7)
     assert [(stage["name"], stage["index"]) for stage in event.graph["stages"]] == [

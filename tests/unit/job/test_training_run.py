@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import signal
 
-from rpcmp.config.loader import parse_config
 from rpcmp.job.training_run import TrainingRun
 from rpcmp.process.fork_client import Forks
-
-JOB = {
-    "loss": "torch.nn:MSELoss",
-    "data": {"train": "m:train"},
-    "model": {"layers": "m:layers", "balance": [1, 1]},
-}
+from tests.support.graphs import chain_of
 
 
 def run_of(**more: object) -> TrainingRun:
-    config = parse_config({**JOB, **more})
+    config = chain_of(2, data={"train": "m:train"}, **more)
     return TrainingRun(config, None, lambda event: None, "fresh", Forks([]))
 
 

@@ -58,29 +58,20 @@ def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "of_a", "of_b", "of_c"),
+    ("overrides", "limits"),
     [
-        ({}, InFlightLimits(3, 3), InFlightLimits(2, 2), InFlightLimits(1, 1)),
-        ({"max_in_flight": 1}, InFlightLimits(1, 1), InFlightLimits(1, 1), InFlightLimits(1, 1)),
-        ({"schedule": "gpipe"}, InFlightLimits(8, 8), InFlightLimits(8, 8), InFlightLimits(8, 8)),
-        (
-            {"schedule": "zero-bubble"},
-            InFlightLimits(3, 3),
-            InFlightLimits(2, 4, splits=True, deferred=1),
-            InFlightLimits(1, 4, splits=True, deferred=2),
-        ),
+        ({}, [(3, 3), (2, 2), (1, 1)]),
         (
             {"schedule": "zero-bubble", "max_in_flight": 6},
-            InFlightLimits(5, 5),
-            InFlightLimits(3, 6, splits=True, deferred=2),
-            InFlightLimits(1, 6, splits=True, deferred=4),
+            [(5, 5), (3, 6, True, 2), (1, 6, True, 4)],
         ),
     ],
 )
 def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
-    overrides: dict[str, Any], of_a: InFlightLimits, of_b: InFlightLimits, of_c: InFlightLimits
+    overrides: dict[str, Any], limits: list[tuple[int, ...]]
 ) -> None:
     config = parse_config({**BRANCHES, **overrides})
+    of_a, of_b, of_c = (InFlightLimits(*each) for each in limits)
     assert cost_model.limits(config) == {"a": of_a, "b": of_b, "c": of_c}
     assert [assignment.limits for assignment in assign(config)] == [of_c, of_a, of_b]
 
@@ -88,34 +79,19 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
 @pytest.mark.parametrize(
     ("overrides", "of_c", "held", "in_flight"),
     [
-        ({}, InFlightLimits(1, 1), {"a": 8, "b": 6, "c": 3}, 5),
-        ({"max_in_flight": 7}, InFlightLimits(1, 1), {"a": 6, "b": 6, "c": 3}, 4),
-        (
-            {"schedule": "gpipe", "max_in_flight": 8},
-            InFlightLimits(4, 4),
-            {"a": 8, "b": 8, "c": 8},
-            6,
-        ),
-        (
-            {"schedule": "zero-bubble", "max_in_flight": 3},
-            InFlightLimits(1, 1, splits=True),
-            {"a": 3, "b": 3, "c": 3},
-            3,
-        ),
-        (
-            {"microbatches_per_message": 100, "num_microbatches": 2},
-            InFlightLimits(1, 1),
-            {"a": 2, "b": 2, "c": 2},
-            2,
-        ),
+        ({}, (1, 1), (8, 6, 3), 5),
+        ({"max_in_flight": 7}, (1, 1), (6, 6, 3), 4),
+        ({"schedule": "gpipe", "max_in_flight": 8}, (4, 4), (8, 8, 8), 6),
+        ({"schedule": "zero-bubble", "max_in_flight": 3}, (1, 1, True), (3, 3, 3), 3),
+        ({"microbatches_per_message": 100, "num_microbatches": 2}, (1, 1), (2, 2, 2), 2),
     ],
 )
 def test_schedules_count_bundles_if_micro_batches_share_a_message(
-    overrides: dict[str, Any], of_c: InFlightLimits, held: dict[str, int], in_flight: int
+    overrides: dict[str, Any], of_c: tuple[int, ...], held: tuple[int, ...], in_flight: int
 ) -> None:
     config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
-    assert cost_model.limits(config)["c"] == of_c
-    assert cost_model.held(config) == held
+    assert cost_model.limits(config)["c"] == InFlightLimits(*of_c)
+    assert cost_model.held(config) == dict(zip("abc", held, strict=True))
     assert cost_model.in_flight(config) == in_flight
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcmp.config.loader import parse_config
 from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.job import autobalance
@@ -19,6 +18,7 @@ from rpcmp.pipelining.cost_model import Prediction, predict
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from rpcmp.process.fork_client import Forks
 from tests.support.examples import examples
+from tests.support.graphs import chain_of
 from tests.support.profiles import host, layer
 
 
@@ -127,8 +127,7 @@ def predicted(updates: list[float], **changes: Any) -> Prediction:
 
     Each forward and each whole backward takes one unit of time.
     """
-    model = {"layers": "m:layers", "num_stages": 3}
-    config: Config = parse_config({"loss": "m:loss", "model": model, **changes})
+    config = chain_of(3, model={"layers": "m:layers", "num_stages": 3}, **changes)
     layers = [layer(2.0).model_copy(update={"update_s": update}) for update in updates]
     stages = [host(layers, index, 20, num_microbatches=4) for index in range(3)]
     return predict(config, stages, [1, 1, 1])
@@ -167,15 +166,8 @@ def test_the_next_step_overlaps_with_this_one_unless_the_driver_looks_at_all_sta
 def test_the_slowest_replica_sets_the_time_of_its_stage(
     seconds: list[float], more: dict[str, Any], expected: float
 ) -> None:
-    config = parse_config(
-        {
-            "loss": "torch.nn:MSELoss",
-            "model": {"layers": "tests.zoo.models:layers"},
-            "stages": [{"replicas": len(seconds)}],
-            "num_microbatches": 4,
-            **more,
-        }
-    )
+    replicas = {"stages": [{"replicas": len(seconds)}], "num_microbatches": 4}
+    config = chain_of(1, model={"layers": "m:layers"}, **{**replicas, **more})
     profiles = [host([layer(each), layer(each)]).profile for each in seconds]
     profile = as_one(config, 0, profiles)
     one = StageHost("stage0", profile, None, config.num_microbatches, 1)
@@ -186,13 +178,13 @@ def test_the_slowest_replica_sets_the_time_of_its_stage(
 # Steps of few samples
 
 
+AUTO = {"layers": "m:layers", "balance": "auto", "num_stages": 2}
+
+
 @pytest.mark.parametrize(("batch_size", "count"), [(2, 2), (4, 4), (10, 4)])
 def test_steps_of_few_samples_are_measured_as_they_are(batch_size: int, count: int) -> None:
     data = {"train": "m:data", "batch_size": batch_size}
-    given = parse_config(
-        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
-        | {"num_microbatches": 4, "data": data}
-    )
+    given = chain_of(2, model=AUTO, num_microbatches=4, data=data)
     full = given.with_full_microbatches()
     assert full == given.model_copy(update={"num_microbatches": count})
     without = given.model_copy(update={"data": None})
@@ -207,10 +199,8 @@ def test_a_stage_is_never_busy_for_longer_than_a_step_of_few_samples(
         return [host([layer(), layer()], index, **counts) for index in range(2)]
 
     monkeypatch.setattr(autobalance, "stage_hosts", measured)
-    given = parse_config(
-        {"loss": "m:loss", "model": {"layers": "m:l", "balance": "auto", "num_stages": 2}}
-        | {"num_microbatches": 4, "data": {"train": "m:data", "batch_size": 2}}
-    )
+    data = {"train": "m:data", "batch_size": 2}
+    given = chain_of(2, model=AUTO, num_microbatches=4, data=data)
     config, found = asyncio.run(autobalance.balanced(given, None, Forks([])))
     assert config.num_microbatches == 4  # the config keeps its number
     assert found is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rpcmp.pipelining.chain_cuts import FORBIDDEN, NANOSECONDS, UNLIMITED, Costs, HostCosts, Within
+from rpcmp.pipelining.chain_cuts import NANOSECONDS, UNLIMITED, Costs, HostCosts, Within
 from rpcmp.pipelining.partition import StageHost, choose_balance
 from tests.support.planning import layer, profile
 
@@ -41,19 +41,6 @@ def test_the_cuts_are_as_even_as_those_of_an_automatic_balance() -> None:
             for e in (ends, [0, cut.balance[0], 7 - cut.balance[2], 7])
         ]
         assert (cut.ns, squares[1]) == (slowest, squares[0])
-
-
-def test_a_cut_avoids_what_a_link_may_not_carry() -> None:
-    hosts = [HostCosts(profile([layer(1.0)] * 4), None, 1)] * 2
-
-    def transfer(one: int, other: int, start: int) -> int:
-        return FORBIDDEN if start == 2 else 5 * NANOSECONDS
-
-    costs = Costs(hosts, transfer, lambda count, depth: 1)
-    cut = Within(costs, UNLIMITED).cut((0, 1))
-    assert cut is not None
-    assert sorted(cut.balance) == [1, 3]
-    assert cut.ns == 5 * NANOSECONDS == costs.longest((0, 1))  # the link is its slowest part
 
 
 def test_only_starts_from_which_all_layers_left_fit_are_kept() -> None:

@@ -14,6 +14,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import assignment, initial_weights, parameter_names
 from rpcmp.pipelining.weight_files import WeightFiles
+from tests.support.graphs import chain_of
 from tests.zoo import models
 
 
@@ -104,9 +105,7 @@ def test_the_only_host_with_the_weights_reports_unknown_names(tmp_path: Path) ->
 
 
 def test_the_longest_name_of_a_layer_counts() -> None:
-    config = parse_config(
-        {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}}
-    )
+    config = chain_of(2, model={"layers": "tests.zoo.models:layers", "num_stages": 2})
     unknown = dict.fromkeys(["a", "a.b", "c"])
     assert parameter_names.layer_of(config, "a.b.weight", unknown) == "a.b"
     with pytest.raises(ConfigError, match=r"'d\.weight' lies in no layer \(.* 'a', 'a.b', 'c'\)"):

@@ -87,17 +87,13 @@ def test_workers_on_two_hosts_dial_each_other_by_tls() -> None:
 
 
 def test_stages_that_share_a_parameter_have_a_link() -> None:
-    values = {
-        "loss": "m:loss",
-        "model": {"layers": "m:layers", "balance": [1, 1, 1]},
-        "recovery": {"enabled": False},
-    }
     labels = ("driver", "stage0", "stage1", "stage2")
     places = {
         label: here(label, f"127.0.0.1:{index}" if index else "")
         for index, label in enumerate(labels)
     }
-    config: Config = parse_config(values)
+    model = {"layers": "m:layers", "balance": [1, 1, 1]}
+    config = chain_of(3, model=model, recovery={"enabled": False})
     free = dials(stage_links(config, places))
     assert free["stage0", "stage2"] == (("stage2", "stage0"),)  # for the rendezvous only
     tied = stage_links(config, places, [["stage0", "stage2"]])

@@ -112,16 +112,6 @@ def test_a_backward_inside_of_the_forward_gives_no_gradient_that_the_stage_has_n
     assert tape.backward([torch.ones(2)]) == ([None], {0: [0]})
 
 
-def test_gradients_of_micro_batches_accumulate_in_the_parameters() -> None:
-    weight = nn.Parameter(torch.tensor([1.0]))
-    for scale in (1.0, 10.0):
-        tape = LocalTape([StageOutputs(torch.tensor([scale]))], CPU)
-        tape.leave(weight * tape.inputs[0])
-        tape.backward([torch.ones(1)])
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [11]
-
-
 def test_every_input_gets_its_gradients_in_order_and_its_token_none() -> None:
     x, y, z = (torch.ones(1, requires_grad=True) for _ in range(3))
     received = [
@@ -241,25 +231,6 @@ class _Saved(list[Tensor]):
 # Boundary: the node in the distributed graph.
 
 
-def test_two_stages_give_the_bits_of_one_model() -> None:
-    torch.manual_seed(0)
-    first, second = nn.Linear(3, 4), nn.Linear(4, 1)
-    batch = random(5, 3)
-
-    second(torch.tanh(first(batch))).sum().backward()
-    plain = [parameter.grad for parameter in (*first.parameters(), *second.parameters())]
-    first.zero_grad()
-    second.zero_grad()
-
-    (hidden,) = run_stage(lambda x: torch.tanh(first(x)), [StageOutputs(batch)])
-    (loss,) = run_stage(lambda x: second(x).sum(), [StageOutputs(hidden)])
-    loss.backward()
-    for parameter, grad in zip((*first.parameters(), *second.parameters()), plain, strict=True):
-        assert parameter.grad is not None
-        assert grad is not None
-        assert torch.equal(parameter.grad, grad)
-
-
 def test_outputs_of_several_kinds_are_connected_in_order() -> None:
     def split(x: Tensor) -> dict[str, Any]:
         return {"half": (x / 2, x.argmax()), "mask": x > 0, "double": x * 2}
@@ -294,15 +265,6 @@ def test_an_unused_output_has_no_gradient_instead_of_zeros() -> None:
     assert gradient.tolist() == [1]
     assert nothing is None
     assert received.grad is None
-
-
-def test_a_stage_that_reads_only_the_batch_is_differentiated_too() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    (output,) = run_stage(lambda x: weight * x, [StageOutputs(torch.tensor([3.0, 4.0]))])
-    assert output.requires_grad
-    output.sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [3, 4]
 
 
 def test_a_token_leads_to_a_stage_whose_answer_has_no_gradient() -> None:

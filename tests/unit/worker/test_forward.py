@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from rpcmp.config.loader import parse_config
 from rpcmp.config.topology import DRIVER, Port
 from rpcmp.pipelining.assignment import assign
 from rpcmp.pipelining.devices import CPU
@@ -26,6 +25,7 @@ from rpcmp.worker.executor import Task
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.model import StageModel
 from tests.support import splitlayers
+from tests.support.graphs import chain_of
 from tests.support.rounds import compute_thread, header
 
 FEATURES = 4
@@ -78,14 +78,9 @@ class Stage:
     """A stage of `chain` in one round, without other processes."""
 
     def __init__(self, index: int, num_microbatches: int = 1, **keys: Any) -> None:
-        config = parse_config(
-            {
-                "loss": "torch.nn:MSELoss",
-                "num_microbatches": num_microbatches,
-                **keys,
-                "model": {"layers": f"{__name__}:chain", "balance": [1, 1, 1]},
-            }
-        )
+        model = {"layers": f"{__name__}:chain", "balance": [1, 1, 1]}
+        keys |= {"loss": "torch.nn:MSELoss", "num_microbatches": num_microbatches}
+        config = chain_of(3, model=model, **keys)
         assignment = assign(config)[index]
         name, graph, limits = assignment.stage_name, config.graph(), assignment.limits
         self.failures = Failures()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.assignment import assign
 from rpcmp.worker import model as stage_model
 from rpcmp.worker import optimizer
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from tests.support.graphs import chain_of
 from tests.support.rounds import compute_thread, header
 
 INFINITE = float("inf")
@@ -116,8 +116,9 @@ def casts(output: Tensor) -> int:
 
 
 def test_a_weight_is_cast_once_per_layer_and_autocast_ends_with_the_layer() -> None:
-    job = {"loss": "torch.nn:MSELoss", "model": {"layers": f"{__name__}:weighed_layers"}}
-    model = StageModel(assign(parse_config({**job, "autocast": "bfloat16"}))[0])
+    model_of = {"layers": f"{__name__}:weighed_layers"}
+    config = chain_of(1, loss="torch.nn:MSELoss", model=model_of, autocast="bfloat16")
+    model = StageModel(assign(config)[0])
     (work,) = header(1, 1, num_samples=2).microbatches([0])
     output = model.forward([torch.randn(2, 4)], work)
     assert output.dtype is torch.bfloat16
@@ -130,13 +131,8 @@ def test_a_weight_is_cast_once_per_layer_and_autocast_ends_with_the_layer() -> N
 
 
 def test_a_parameter_whose_gradient_cannot_be_unscaled_is_named() -> None:
-    config = parse_config(
-        {
-            "loss": "torch.nn:MSELoss",
-            "model": {"layers": f"{__name__}:half_layers"},
-            "loss_scaling": {},
-        }
-    )
+    model_of = {"layers": f"{__name__}:half_layers"}
+    config = chain_of(1, loss="torch.nn:MSELoss", model=model_of, loss_scaling={})
     assignment = assign(config)[0]
     model = StageModel(assignment)
     compute = compute_thread(config.options.schedule)

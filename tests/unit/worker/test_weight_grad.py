@@ -31,7 +31,8 @@ Found = dict[str, Tensor | None]
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    """Replace the functions of torch.nn.functional for one test."""
+    """Replace the functions of torch.nn.functional for one test, and seed its random numbers."""
+    torch.manual_seed(0)
     names = ("linear", *weight_grad.CONVOLUTIONS)
     originals = {name: getattr(F, name) for name in names}
     weight_grad.install()
@@ -145,7 +146,6 @@ BOTH = {"weight", "bias"}
     ids=str,
 )
 def test_a_linear_layer_of_inputs_of_any_dimension(shape: tuple[int, ...], bias: bool) -> None:
-    torch.manual_seed(0)
     late = {"weight", "bias"} if bias else {"weight"}
     check(nn.Linear(shape[-1], 33, bias=bias), random(*shape), late if 0 not in shape else set())
 
@@ -153,7 +153,6 @@ def test_a_linear_layer_of_inputs_of_any_dimension(shape: tuple[int, ...], bias:
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 7), (7, 1), (1, 1)])
 @pytest.mark.parametrize("leading", [(6,), (1,), (2, 3)], ids=str)
 def test_a_linear_layer_of_width_one(inputs: int, outputs: int, leading: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
     check(nn.Linear(inputs, outputs), random(*leading, inputs), BOTH)
 
 
@@ -169,7 +168,6 @@ def test_a_linear_layer_of_width_one(inputs: int, outputs: int, leading: tuple[i
     ids=["transposed", "transposed in 3-d", "expanded", "strided", "not aligned"],
 )
 def test_a_linear_layer_of_inputs_with_any_strides(make_input: Callable[[int], Tensor]) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(17, 9)
     check(layer, lambda number: make_input(number).detach(), BOTH)
 
@@ -188,14 +186,12 @@ def test_a_linear_layer_of_inputs_with_any_strides(make_input: Callable[[int], T
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_with_gradients_of_any_strides(loss: Loss, bias: bool) -> None:
-    torch.manual_seed(0)
     late = BOTH if bias else {"weight"}
     check(nn.Linear(17, 24, bias=bias), random(6, 17), late, loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_linear_layer_of_other_types(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(17, 24, dtype=dtype)
     check(layer, lambda number: random(6, 17)(number).to(dtype), BOTH, lambda y: squares(y.float()))
 
@@ -234,7 +230,6 @@ def test_a_convolution_of_channels_that_come_last() -> None:
 
 
 def test_a_cnn_with_batch_normalization_and_layers_in_place() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
         *(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout(0.2)),
@@ -249,13 +244,11 @@ def attend(self: Any, value: Tensor) -> Tensor:
 
 
 def test_attention() -> None:
-    torch.manual_seed(0)
     model = Apply(attend, attention=nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True))
     check(model, random(3, 5, 8), {name for name, _ in model.named_parameters()})
 
 
 def test_cross_attention_uses_its_packed_weight_in_parts() -> None:
-    torch.manual_seed(0)
     model = Apply(
         lambda self, x: self.attention(x, x.flip(1), x.flip(1))[0],
         attention=nn.MultiheadAttention(8, 2, batch_first=True),
@@ -265,14 +258,12 @@ def test_cross_attention_uses_its_packed_weight_in_parts() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_transformer(norm_first: bool) -> None:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, norm_first=norm_first)
     names = {name for name, _ in layer.named_parameters() if "norm" not in name}
     check(layer, random(5, 3, 8), names)
 
 
 def test_an_lstm_is_not_split_but_the_layer_after_it_is() -> None:
-    torch.manual_seed(0)
     model = Apply(
         lambda self, value: self.head(self.lstm(value)[0]), lstm=nn.LSTM(4, 6), head=nn.Linear(6, 2)
     )
@@ -378,7 +369,6 @@ def test_a_gradient_inside_a_forward_equals_that_of_plain_autograd() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_a_gradient_penalty_has_the_bits_of_a_plain_one(kind: str) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(6, 6) if kind == "linear" else nn.Conv1d(3, 3, 2)
 
     def penalized(self: Any, value: Tensor) -> Tensor:
@@ -494,7 +484,6 @@ def test_a_hook_may_change_a_gradient() -> None:
                 self.weight.register_hook(lambda grad: grad * 0.3)
             return super().forward(value)
 
-    torch.manual_seed(0)
     check(nn.Sequential(Hooked(6, 6), nn.Linear(6, 6)), random(4, 6), {"1.weight", "1.bias"})
 
 

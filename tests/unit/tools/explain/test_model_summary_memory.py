@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rpcmp.pipelining.cost_model import predict
-from rpcmp.pipelining.partition import HostProfile, LayerProfile, StageHost
+from rpcmp.pipelining.partition import HostProfile, StageHost
 from rpcmp.tools.explain.model_summary import (
     LayerFacts,
     MemoryEstimate,
@@ -14,18 +14,7 @@ from rpcmp.tools.explain.model_summary import (
     explain_stages,
 )
 from tests.support.graphs import chain_of
-
-
-def layer(state: int, activations: int, received: int) -> LayerProfile:
-    return LayerProfile(
-        forward_s=0.01,
-        backward_s=0.01,
-        weight_s=0.01,
-        update_s=0.0,
-        state_bytes=state,
-        activation_bytes=activations,
-        input_bytes=received,
-    )
+from tests.support.profiles import layer
 
 
 def facts(layers: int, parameters: int, optimizer: int | None) -> StageFacts:
@@ -53,7 +42,7 @@ def inventory(*found: StageFacts, tied: list[list[str]] | None = None) -> ModelS
 
 
 def hosts(**changes: Any) -> list[StageHost]:
-    layers = [layer(100, 10, 1), layer(200, 20, 2), layer(400, 40, 4)]
+    layers = [layer(1.0, 100, 10, 1), layer(1.0, 200, 20, 2), layer(1.0, 400, 40, 4)]
     profile = HostProfile(layers=layers, base_bytes=1000, available_bytes=10_000)
     settings = {"limit_bytes": 5000, "num_microbatches": 4, "recompute": False} | changes
     return [StageHost(stage=f"stage{i}", profile=profile, held=2 - i, **settings) for i in range(2)]
