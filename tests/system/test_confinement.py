@@ -148,18 +148,6 @@ def test_a_killed_confined_worker_is_replaced_with_the_same_bits(
     assert sha256(result) == sha256(rpcmp("drive", config, "--json", *many))
 
 
-def test_a_confined_worker_resumes_from_a_checkpoint(job: JobFolder) -> None:
-    kept = '[checkpoint]\ndir = "saved"\nevery_steps = 2'
-    config = spying(job, [], data=kept, balance=ONE)
-    with running_servers(1) as servers:
-        at = ("--connect", connect(servers))
-        assert rpcmp("drive", config, "--json", *at, "--set", "steps=4").code == 0
-        resumed = rpcmp("drive", config, "--json", *at, "--resume")
-    assert resumed.event("resumed")["step"] == 4
-    whole = rpcmp("drive", config, "--json", "--set", 'checkpoint.dir="other"')
-    assert sha256(resumed) == sha256(whole)
-
-
 def test_doctor_reports_the_confinement_of_a_jobs_code(job: JobFolder) -> None:
     config = spying(job, [], balance=ONE)
     with running_servers(1) as servers:

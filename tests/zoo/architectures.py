@@ -177,12 +177,6 @@ def speech() -> tuple[Any, Tensor]:
     return {"input_features": torch.randn(8, 32), "decoder_input_ids": labels.roll(1)}, labels
 
 
-def own_language() -> tuple[Any, Tensor]:
-    tokens, mask = torch.randint(11, (LENGTH,)), torch.ones(LENGTH)
-    mask[LENGTH - int(torch.randint(3, (1,))) :] = 0
-    return {"tokens": tokens, "mask": mask}, torch.where(mask > 0, tokens, -100)
-
-
 OWN = "tests.zoo.architectures:error"
 
 ARCHITECTURES = {
@@ -203,9 +197,9 @@ ARCHITECTURES = {
     "unet": Architecture(
         unsplit.Skipping, lambda: (torch.randn(2, 16, 16), torch.randn(2, 16, 16)), OWN
     ),
-    "language": Architecture(unsplit.Language, own_language),
-    "adapted": Architecture(unsplit.Adapted, own_language),
-    "half frozen": Architecture(unsplit.HalfFrozen, own_language),
+    "language": Architecture(unsplit.Language, unsplit.sentence),
+    "adapted": Architecture(unsplit.Adapted, unsplit.sentence),
+    "half frozen": Architecture(unsplit.HalfFrozen, unsplit.sentence),
     "two by two": Architecture(
         unsplit.TwoByTwo, lambda: ((torch.randn(4), torch.randn(6)), torch.randn(3)), OWN
     ),

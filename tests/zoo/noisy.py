@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,9 +90,8 @@ class Mortal(zoo.Encoder):  # type: ignore[misc]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self._left -= 1
-        if self._marker and self._left < 0 and not Path(self._marker).exists():
-            Path(self._marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left < 0:
+            zoo.die_once(self._marker)
         hidden: Tensor = super().forward(*inputs)
         return hidden
 

@@ -9,9 +9,9 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+import zoo  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils.data import TensorDataset
@@ -39,27 +39,15 @@ class Paced(nn.Module):
         self.folder, self.seconds = folder, seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = Sleeping.apply(self.inner(x).tanh(), self)
+        outputs: Tensor = zoo.in_backward(self._sleep(self.inner(x).tanh()), self._sleep)
         return outputs
 
-    def sleep(self) -> None:
+    def _sleep(self, passing: Tensor) -> Tensor:
         time.sleep(self.seconds * self._slowness())
+        return passing
 
     def _slowness(self) -> float:
         try:
             return float((self.folder / rpc.get_worker_info().name).read_text())
         except (OSError, RuntimeError):  # not slow, or in no group
             return 1.0
-
-
-class Sleeping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Paced) -> Tensor:
-        ctx.layer = layer
-        layer.sleep()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.sleep()
-        return gradients[0], None

@@ -300,11 +300,13 @@ class Remembering(nn.Module):
 
 
 def sentences(count: int = 23, length: int = 8) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Return samples for Language and HalfFrozen: tokens, a mask, and what is to be learnt."""
+    """Return samples for Language and HalfFrozen."""
     torch.manual_seed(1)
-    samples = []
-    for _ in range(count):
-        tokens, mask = torch.randint(11, (length,)), torch.ones(length)
-        mask[length - int(torch.randint(3, (1,))) :] = 0
-        samples.append(({"tokens": tokens, "mask": mask}, torch.where(mask > 0, tokens, -100)))
-    return samples
+    return [sentence(length) for _ in range(count)]
+
+
+def sentence(length: int = 8) -> tuple[dict[str, Tensor], Tensor]:
+    """Return tokens, a mask, and what is to be learnt."""
+    tokens, mask = torch.randint(11, (length,)), torch.ones(length)
+    mask[length - int(torch.randint(3, (1,))) :] = 0
+    return {"tokens": tokens, "mask": mask}, torch.where(mask > 0, tokens, -100)

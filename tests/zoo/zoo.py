@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -153,6 +154,25 @@ def opaque() -> Layers:
     return [("opaque", Opaque), ("head", lambda: nn.Linear(FEATURES, 1))]
 
 
+class InBackward(torch.autograd.Function):
+    """See in_backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(gradient), None
+
+
+def in_backward(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `x`, whose gradient `change` gets and returns."""
+    apply: Callable[..., Tensor] = InBackward.apply
+    return apply(x, change)
+
+
 class Sleeper(nn.Module):
     """Sleeps in forward and backward."""
 
@@ -161,21 +181,11 @@ class Sleeper(nn.Module):
         self.seconds = milliseconds / 1000
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_backward(self._sleep(x), self._sleep)
+
+    def _sleep(self, passing: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        slept: Tensor = SleepBackward.apply(x, self.seconds)
-        return slept
-
-
-class SleepBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
+        return passing
 
 
 def lopsided(milliseconds: float = 30.0) -> Layers:
@@ -410,19 +420,7 @@ class Trouble(nn.Module):
         if due and self.phase == "forward":
             return trouble(self.kind, self.linear(x))
         x = self.linear(x)
-        planted: Callable[..., Tensor] = BackwardTrouble.apply
-        return planted(x, self.kind) if due else x
-
-
-class BackwardTrouble(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.kind = kind
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return trouble(ctx.kind, gradient), None
+        return in_backward(x, functools.partial(trouble, self.kind)) if due else x
 
 
 def trouble(kind: str, x: Tensor) -> Tensor:
@@ -494,21 +492,11 @@ class Jitter(nn.Module):
         self.milliseconds = milliseconds
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_backward(self.linear(self._dawdle(x)), self._dawdle)
+
+    def _dawdle(self, passing: Tensor) -> Tensor:
         dawdle(self.milliseconds)
-        slowed: Callable[..., Tensor] = JitterBackward.apply
-        return slowed(self.linear(x), self.milliseconds)
-
-
-class JitterBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, milliseconds: float) -> Tensor:
-        ctx.milliseconds = milliseconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        dawdle(ctx.milliseconds)
-        return gradient, None
+        return passing
 
 
 class JitterSGD(torch.optim.SGD):
@@ -538,23 +526,12 @@ class CountOpen(nn.Module):
         self.open = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        counted: Tensor = CountClosed.apply(x, self)
-        return counted
+        self.open += 1
+        return in_backward(0.0 * x + self.open, self._close)
 
-
-class CountClosed(torch.autograd.Function):
-    """The second half of `CountOpen`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: CountOpen) -> Tensor:
-        ctx.module = module
-        module.open += 1
-        return 0.0 * x + module.open
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.module.open -= 1
-        return 0.0 * gradients[0], None
+    def _close(self, gradient: Tensor) -> Tensor:
+        self.open -= 1
+        return gradient
 
 
 def counting() -> Layers:
@@ -655,10 +632,16 @@ class Mortal(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self._left -= 1
-        if self._marker and not self._left and not os.path.exists(self._marker):
-            open(self._marker, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._left:
+            die_once(self._marker)
         return super().forward(x)
+
+
+def die_once(marker: str) -> None:
+    """End the process if there is a marker and its file is missing, which is written before."""
+    if marker and not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sparse() -> Layers:
