@@ -22,7 +22,7 @@ from rpcmp.config import loader
 from tests.support.faults import STEP, Committed, Faults, assert_recovered, committed, drive
 from tests.support.localgroup import local_group
 from tests.support.pool import lend_servers
-from tests.support.pretend import Pretended, on, placed, pretending, proved
+from tests.support.pretend import Pretended, on, pretending, proved
 from tests.support.processes import (
     JobFolder,
     Result,
@@ -33,7 +33,6 @@ from tests.support.processes import (
     running,
     running_server,
 )
-from tests.support.replicated import MIXED
 from tests.support.resuming import BODY, after
 from tests.support.scraping import of, scrape, url_of
 
@@ -300,12 +299,6 @@ def test_what_a_step_of_four_micro_batches_copies_and_waits_for(job: JobFolder) 
 
 
 @pytest.mark.cluster
-def test_shared_turns_recompute_and_a_scheduler_beside_the_cpu(job: JobFolder) -> None:
-    config = job.config(placed(MIXED, "auto", "pretend:1", "cpu"))
-    assert "device is pretend:1 at stage 'stage1.0' and cpu in the reference" in proved(config)
-
-
-@pytest.mark.cluster
 def test_checkpoints_evaluation_export_and_resume_on_other_devices(
     job: JobFolder, tmp_path: Path
 ) -> None:
@@ -467,14 +460,6 @@ def test_a_device_may_be_lost_at_any_time(
     assert committed(result) == whole
     assert_recovered(faults, result)
     assert result.event("fault")["kind"] == "DeviceLostError"
-
-
-@pytest.mark.cluster
-def test_a_killed_worker_is_replaced(job: JobFolder, whole: Committed) -> None:
-    faults = Faults(job).fail_at(1, STEP, "SIGKILL", "backward")
-    result = drive(faults.config(sections=on("auto", "auto", "cpu")))
-    assert committed(result) == whole
-    assert_recovered(faults, result)
 
 
 @pytest.mark.cluster
