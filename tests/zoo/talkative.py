@@ -75,7 +75,6 @@ def layers(says: dict[str, str] | None = None, at: int = 3, marker: str = "") ->
     names = ("first", "second", "third")
     message = {name: (says or {}).get(name, "") for name in names}
     talkers: Layers = [
-        (name, lambda name=name: Talker(message[name], at, marker))  # type: ignore[misc]
-        for name in names
+        (name, lambda name=name: Talker(message[name], at, marker)) for name in names
     ]
     return [*talkers, ("head", lambda: nn.Linear(FEATURES, 1))]

@@ -68,7 +68,7 @@ def test_named_stages_are_a_layer_each_in_the_configs_order() -> None:
     ],
 )
 def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
-    overrides: dict[str, Any], limits: list[tuple[int, ...]]
+    overrides: dict[str, Any], limits: list[tuple[Any, ...]]
 ) -> None:
     config = parse_config({**BRANCHES, **overrides})
     of_a, of_b, of_c = (InFlightLimits(*each) for each in limits)
@@ -87,7 +87,7 @@ def test_limits_follow_the_schedule_the_graph_and_max_in_flight(
     ],
 )
 def test_schedules_count_bundles_if_micro_batches_share_a_message(
-    overrides: dict[str, Any], of_c: tuple[int, ...], held: tuple[int, ...], in_flight: int
+    overrides: dict[str, Any], of_c: tuple[Any, ...], held: tuple[int, ...], in_flight: int
 ) -> None:
     config = parse_config({**BRANCHES, "microbatches_per_message": 3, **overrides})
     assert cost_model.limits(config)["c"] == InFlightLimits(*of_c)

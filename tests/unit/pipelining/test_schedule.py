@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -178,7 +179,7 @@ FIRST, MIDDLE, LAST = (
     ],
 )
 def test_limits_follow_the_place_and_max_in_flight(
-    name: str, most: int | None, limits: list[tuple[int, ...]]
+    name: str, most: int | None, limits: list[tuple[Any, ...]]
 ) -> None:
     policy = schedule.policy(name)
     found = [policy.limits(place, 8, most) for place in (FIRST, MIDDLE, LAST)]
