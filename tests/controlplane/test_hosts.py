@@ -156,7 +156,7 @@ async def test_a_server_that_comes_back_without_its_certificate_is_not_yet_back(
         assert left_in(tmp_path / "rpcmp-job") >= run.step - 1
 
 
-GIVES_UP = "recovery.give_up_after=2.0"
+GIVES_UP = "recovery.give_up_after=5.0"
 
 
 @in_event_loop

@@ -44,7 +44,7 @@ async def test_a_busy_server_names_the_other_job_and_does_not_disturb_it(tmp_pat
 async def test_an_unreachable_server_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StageClient.connect, "__defaults__", (1.0,))
+    monkeypatch.setattr(StageClient.connect, "__defaults__", (3.0,))
     async with Cluster(tmp_path) as cluster:
         first, _ = cluster.servers
         run = await cluster.drive(cluster.config(), connect=[first.address, UNUSED])
