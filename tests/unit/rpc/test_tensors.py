@@ -94,9 +94,16 @@ def test_any_change_changes_the_hash(other: dict[str, Tensor]) -> None:
 
 
 def test_negative_zero_is_not_zero() -> None:
-    assert tensors.tensor_line("w", torch.tensor(-0.0)) != tensors.tensor_line(
-        "w", torch.tensor(0.0)
-    )
+    minus, zero = torch.tensor(-0.0), torch.tensor(0.0)
+    assert tensors.tensor_line("w", minus) != tensors.tensor_line("w", zero)
+    assert not tensors.same_bits(minus, zero)
+
+
+def test_tensors_with_the_same_bits_have_one_dtype_and_shape() -> None:
+    tensor = torch.tensor([0.0, float("nan")])
+    assert tensors.same_bits(tensor, tensor.clone())
+    for other in (flipped(tensor), tensor.view(torch.int32), tensor.reshape(1, 2)):
+        assert not tensors.same_bits(tensor, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
