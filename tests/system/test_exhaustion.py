@@ -140,7 +140,7 @@ def test_a_worker_that_is_ended_for_memory_is_named_and_replaced(job: JobFolder)
         running("drive", config, "--json", under=group.inside) as run,
     ):
         run.wait_for_line('"event": "step", "step": 2,')
-        group.limit_memory(150 * 2**20)
+        group.limit_memory(300 * 2**20)  # then the worker is the largest process
         result = run.wait()
     assert result.code == 0, result.err
     error = result.event("fault")["error"]
