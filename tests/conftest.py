@@ -83,12 +83,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     decide.
     """
     asked, name = config.option.markexpr, collection_path.name
+    is_at_the_top = collection_path.parent == TESTS
+    if is_at_the_top and asked in ("gpu", "system"):  # whose tests are in the folder of that name
+        return name != asked or None
     if collection_path.suffix == ".py":
         return _lacks_tests(collection_path.read_text(), asked) or None
-    if collection_path.parent != TESTS:
+    if not is_at_the_top:
         return None
-    if asked in ("gpu", "system"):  # all tests with this marker are below the folder of that name
-        return name != asked or None
     return (name in TIERS and (asked == "cluster" or f"not {name}" in asked)) or None
 
 
