@@ -13,6 +13,7 @@ from tests.support.planning import shorten_rehearsals
 from tests.support.pool import lend_servers
 from tests.support.processes import JobFolder, connect, describe, poll_for, rpcmp, running
 
+
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_rehearsals(monkeypatch)
