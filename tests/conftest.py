@@ -9,6 +9,7 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
 
+import logging
 import multiprocessing
 import shutil
 import subprocess
@@ -32,6 +33,16 @@ from tests.support.reaper import TOKEN, reaping
 from tests.support.sharedforks import DRIVE, MODELS, borrowing, children_of
 
 pytest_plugins = ["tests.support.costs"]
+
+
+class _NoLateEvents(logging.Filter):
+    """Leaves out that gRPC has an event for a loop that has ended: each test has its own loop."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "PollerCompletionQueue._handle_events" not in record.getMessage()
+
+
+logging.getLogger("asyncio").addFilter(_NoLateEvents())
 
 hypothesis.settings.register_profile("rpcmp", deadline=None)  # this machine may be busy
 hypothesis.settings.load_profile("rpcmp")

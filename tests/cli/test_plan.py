@@ -89,7 +89,9 @@ def test_a_planned_run_has_the_bits_of_any_other(
     assert planned.model.balance == best["balance"]
     assert planned.name == "job"
     run = rpcmp("drive", path, "--json", "--fresh")
-    assert committed(run) == committed_alone(config, f"model.balance={best['balance']}")
+    assert committed(run) == committed_alone(
+        config, f"model.num_stages={len(best['balance'])}", f"model.balance={best['balance']}"
+    )
 
 
 def test_the_plans_are_shown_as_tables(

@@ -64,6 +64,7 @@ def test_a_stopped_sweep_leaves_nothing_behind(
     assert left_in(scratch) == []
 
 
+@pytest.mark.cluster
 def test_a_stopped_benchmark_shows_its_results_so_far(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_model_that_cannot_be_balanced_is_refused_before_training(
     assert result.out == "measuring the hosts before the first step\n"
 
 
+@pytest.mark.cluster
 def test_a_server_is_free_again_after_its_driver_dies(job: JobFolder) -> None:
     config = job.config(TWO.format(milliseconds=60_000))
     with (

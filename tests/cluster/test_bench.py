@@ -54,6 +54,7 @@ def test_the_cpu_time_of_all_that_a_process_has_started_counts() -> None:
     assert others <= here - exactly
 
 
+@pytest.mark.cluster
 def test_an_error_in_a_peer_names_its_place(job: JobFolder) -> None:
     case = cases.load(str(job.config('[model]\nlayers = "zoo:broken_layers"\n')))
     with pytest.raises(ConfigError, match="this factory is broken"):

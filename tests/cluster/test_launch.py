@@ -63,6 +63,7 @@ def test_training_lowers_the_loss(pipeline: rpcmp.Pipeline, batch: tuple[Tensor,
     assert after.num_samples == BATCH
 
 
+@pytest.mark.cluster
 def test_stateful_metrics_are_computed_over_the_whole_batch(
     pipeline: rpcmp.Pipeline, batch: tuple[Tensor, Tensor]
 ) -> None:

@@ -5,10 +5,13 @@ What the next run does with them is in tests/controlplane/test_checkpoints.py.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.leftovers import BODY, Failed
 from tests.support.processes import JobFolder, rpcmp
 
 
+@pytest.mark.cluster
 def test_a_checkpoint_of_another_run_is_never_offered(job: JobFolder) -> None:
     failed = Failed(job)
     failed.age(seconds=2)

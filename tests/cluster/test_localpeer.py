@@ -75,6 +75,7 @@ balance = [2, 2]
 """
 
 
+@pytest.mark.cluster
 def test_servers_of_a_job_accept_only_the_process_that_started_them(job: JobFolder) -> None:
     with running("drive", job.config(LONG), "--json") as run:
         run.wait_for_line('"event": "step"')

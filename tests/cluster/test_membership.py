@@ -84,6 +84,7 @@ def stages_of(result: Result) -> list[list[str]]:
     ]
 
 
+@pytest.mark.cluster
 def test_a_host_joins_and_another_leaves(job: JobFolder, undisturbed: Committed) -> None:
     with lend_servers(3) as servers:
         first, second, new = addresses(servers)

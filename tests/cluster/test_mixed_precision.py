@@ -135,6 +135,7 @@ def test_losing_a_worker_does_not_reset_the_loss_scale() -> None:
         assert (state["step"], state["scaler"]) == (3, before)
 
 
+@pytest.mark.cluster
 def test_library_calls_skip_and_scale_whichever_process_is_lost() -> None:
     victims = iter(["rpcmp.worker", "rpcmp.driver", "rpcmp.worker"])
     with local_pipeline(launched()) as fault_free:

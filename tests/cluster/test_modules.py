@@ -77,6 +77,7 @@ def test_frozen_weights_that_have_changed_in_init_are_noticed(job: JobFolder) ->
     assert ends[0] == ends[1]
 
 
+@pytest.mark.cluster
 def test_explain_shows_where_a_module_can_be_cut(job: JobFolder) -> None:
     result = rpcmp("explain", job.config(LANGUAGE), "--no-measure", "--json")
     cuts = json.loads(result.out)["cuts"]
@@ -114,6 +115,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(
     assert "stages" not in result.out
 
 
+@pytest.mark.cluster
 def test_a_module_is_tuned(job: JobFolder) -> None:
     options = ("--rounds", "1", "--steps", "1", "--microbatches", "3", "--schedules", "1f1b,gpipe")
     result = rpcmp("tune", job.config(LANGUAGE), "--json", *options)

@@ -52,6 +52,7 @@ def restarted_at(url: str) -> Samples | None:
 ENDLESS = "steps = 100000\nnum_microbatches = 1"
 
 
+@pytest.mark.cluster
 def test_a_run_and_its_servers_are_scraped_while_one_is_lost(job: JobFolder) -> None:
     saved = "[checkpoint]\ndir = 'saved'\nevery_seconds = 0.5"
     config = Faults(job).config(ENDLESS, stages=2, milliseconds=10.0, sections=saved)

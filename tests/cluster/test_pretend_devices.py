@@ -179,6 +179,7 @@ def endless(job: JobFolder, *devices: str) -> Path:
     return job.config(f"steps = 1000000\n{MLP}\n{on(*devices)}")
 
 
+@pytest.mark.cluster
 def test_two_runs_have_distinct_devices_and_a_third_one_shares_them(job: JobFolder) -> None:
     config = endless(job, "auto", "auto")
     with (
@@ -363,6 +364,7 @@ def late(path: Path) -> dict[str, int]:
     return {"with the host": with_host, "without": without}
 
 
+@pytest.mark.cluster
 def test_wide_tensors_go_from_device_to_device_with_the_bits_of_one_process(job: JobFolder) -> None:
     tables = on("pretend:0", "pretend:1", "cpu", "pretend:2") + "\nrecompute = true"
     path = job.folder / "noted"

@@ -53,7 +53,10 @@ def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
 @pytest.mark.parametrize(
     "faults_by_step",
     [
-        [("SIGKILL", "saving", FIRST), ("SIGSEGV", "optimizer", LAST)],
+        pytest.param(
+            [("SIGKILL", "saving", FIRST), ("SIGSEGV", "optimizer", LAST)],
+            marks=pytest.mark.cluster,
+        ),
         [("exception", "forward", MIDDLE), ("SIGSTOP", "backward", MIDDLE)],
         [("deadlock", "join", LAST)],
     ],
@@ -155,12 +158,13 @@ def test_a_server_that_says_nothing_is_named(job: JobFolder, slow_fault_free: Co
 
 MACHINERY = [
     ("serve", signal.SIGKILL),
-    pytest.param("serve", signal.SIGSTOP, marks=pytest.mark.cluster),
-    pytest.param("rpcmp.process", signal.SIGKILL, marks=pytest.mark.cluster),  # the fork server
-    pytest.param("rpcmp.process", signal.SIGSTOP, marks=pytest.mark.cluster),
+    ("serve", signal.SIGSTOP),
+    ("rpcmp.process", signal.SIGKILL),  # the fork server
+    ("rpcmp.process", signal.SIGSTOP),
 ]
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("own_forks")
 @pytest.mark.parametrize(("what", "signum"), MACHINERY)
 def test_a_lost_process_that_computes_nothing_is_replaced(

@@ -78,6 +78,7 @@ def test_replicas_give_the_bits_of_one_process_and_resume_with_them(
 # Shares by speed
 
 
+@pytest.mark.cluster
 def test_a_slow_replica_gets_a_smaller_share_that_survives_resuming(job: JobFolder) -> None:
     config = job.config(
         f"""

@@ -86,6 +86,7 @@ def test_resuming_right_after_an_epoch_ends_it_first(
     assert [e["step"] for e in result.events if e["event"] == "eval"] == [10, STEPS]
 
 
+@pytest.mark.cluster
 def test_resuming_a_run_that_was_killed(whole: tuple[JobFolder, Result], job: JobFolder) -> None:
     config = job.config(BODY)
     with running("drive", config, "--json") as run:

@@ -114,6 +114,7 @@ def test_output_of_a_stage_reaches_the_drivers_log_during_the_run(job: JobFolder
     assert "sample 499 of 500 (... 494 more like it)" in result.err
 
 
+@pytest.mark.cluster
 def test_the_last_words_of_a_worker_come_before_its_fault(job: JobFolder) -> None:
     path = config(job, {"second": "last words"})
     result = rpcmp("drive", path, "--json")

@@ -134,6 +134,7 @@ def of_kind(result: Result, kind: str) -> list[dict[str, Any]]:
     return [event for event in result.events if event["event"] == kind]
 
 
+@pytest.mark.cluster
 def test_a_run_leaves_predicted_options_that_its_first_step_has_no_memory_for(
     job: JobFolder,
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_run_leaves_predicted_options_that_its_first_step_has_no_memory_for(
         rebalanced.train(config, {}, predicted=PREDICTED)
 
 
+@pytest.mark.cluster
 def test_a_run_leaves_found_options_if_it_resumes_where_there_is_less_memory(
     job: JobFolder,
 ) -> None:

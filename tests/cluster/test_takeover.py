@@ -78,6 +78,7 @@ def test_another_driver_goes_on_where_the_servers_are(
     assert {stage["state"] for stage in status(config, servers)} == {"idle"}
 
 
+@pytest.mark.cluster
 def test_a_driver_that_is_killed_after_its_summary_leaves_nothing_held(
     job: JobFolder, fault_free: Committed, servers: Servers
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from tests.support.processes import JobFolder, rpcmp
 from tests.support.tiedjobs import BODY, REPLICAS
 
 
+@pytest.mark.cluster
 def test_tied_replicas_lose_a_stage_keep_their_bits_and_are_exported(
     job: JobFolder,
 ) -> None:

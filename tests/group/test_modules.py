@@ -21,7 +21,9 @@ def cut(job: JobFolder, name: str, *overrides: str, schedule: str = "1f1b") -> C
     return config.with_cut(cut_module(config))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.cluster), "1f1b", "zero-bubble"]
+)
 @pytest.mark.parametrize("name", ["language", "half frozen", "unet", "two by two"])
 def test_a_module_is_trained_with_its_own_bits(job: JobFolder, name: str, schedule: str) -> None:
     require_same_bits(cut(job, name, schedule=schedule))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import signal
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -162,6 +163,17 @@ class Server:
         self.ending.cancel()
         await self.served.stop(0.0)
 
+    async def close(self) -> None:
+        """End, and give back the memory that goes with the process of a real server."""
+        await self.end()
+        store, forgetting = self.served.snapshot_store, self.served._forgetting
+        if forgetting is not None:
+            forgetting.cancel()
+        await store.clear()
+        store.slots.close()
+        for fd in store.parts.fds:
+            os.close(fd)
+
 
 class Cluster:
     """Servers of some stages, and jobs on them. Use it as an async context manager.
@@ -197,7 +209,7 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*self._called, return_exceptions=True)
         for server in self._started:
-            await server.end()
+            await server.close()
         for forks in self._driver_forks:
             await forks.close()
 

@@ -6,6 +6,7 @@ torch loads it by an entry point from a folder on PYTHONPATH, so no process need
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -42,24 +43,33 @@ pretend_memory = pretend_memory:register
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Build it into `folder`; return the environment that gives it to torch."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    torch_folder = Path(str(spec.origin)).parent
-    library = torch_folder / "lib"
-    source, built = str(HERE / "guard.cpp"), str(folder / "guard.so")
-    options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
-    links = ["-L", str(library), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{library}"]
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, *options, source, "-o", built, *links], check=True)
-    for name in MODULES:
-        shutil.copy(HERE / name, folder)
+    """Install it in `folder`; return the environment that gives it to torch."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME", folder)) / "pretend"
+    kept.mkdir(parents=True, exist_ok=True)
+    with (kept / "lock").open("w") as lock:  # of all processes of a run, the first one builds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (kept / "guard.so").exists():
+            _build(kept / "guard.so")
+    for path in (kept / "guard.so", *(HERE / name for name in MODULES)):
+        shutil.copy(path, folder)
     described = folder / "pretend_accelerator-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend-accelerator\n")
     (described / "entry_points.txt").write_text(ENTRY_POINTS)
     before = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])])}
+
+
+def _build(library_path: Path) -> None:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    torch_folder = Path(str(spec.origin)).parent
+    library = torch_folder / "lib"
+    source, built = str(HERE / "guard.cpp"), str(library_path)
+    options = ["-std=c++20", "-shared", "-fPIC", "-I", str(torch_folder / "include")]
+    links = ["-L", str(library), "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{library}"]
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, *options, source, "-o", built, *links], check=True)
 
 
 class Pretended:

@@ -54,11 +54,11 @@ def test_versions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_anew")
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ("2.12.1", "2.16.0+cpu", "3.0"):
+    for version in ("2.10.1", "2.16.0+cpu", "3.0"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         with pytest.raises(ConfigError, match=f"torch {re.escape(version)} is installed .*pip"):
             connection.versions()
-    for version in ("2.13.0", "2.14.1", "2.15.0+cu132"):
+    for version in ("2.11.0", "2.14.1", "2.15.0+cu132"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         connection.versions.cache_clear()
         assert connection.versions().torch == version

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,7 @@ def require_that_the_next_finds_it(cxx: str, log: str, folder: str) -> None:
     assert all(path.is_relative_to(folder) for path in written)
 
 
+@pytest.mark.cluster
 def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
     counted, log = counting_compiler(tmp_path)
     folder = tmp_path / "compiled"
