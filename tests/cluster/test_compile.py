@@ -32,6 +32,7 @@ def test_compiled_layers_have_the_bits_of_one_process_that_compiles_them(job: Jo
     assert "identical: 2 losses" in proved.out, proved.err
 
 
+@pytest.mark.cluster
 def test_a_host_without_a_compiler_ends_the_job_before_a_step(job: JobFolder) -> None:
     result = drive(job.config(CHAIN), under=("env", "CXX=no-such-compiler"))
     assert result.code == 2

@@ -102,6 +102,7 @@ def allocated(url: str, name: str) -> dict[tuple[str, ...], float]:
     return {labels: memory for labels, memory in found.items() if memory}
 
 
+@pytest.mark.cluster
 def test_a_server_may_fix_what_auto_is_and_counts_its_memory(job: JobFolder) -> None:
     config = job.config(f"steps = 1000000\n{MLP}\n{on('auto', 'cpu')}")
     metrics = ("--metrics", "127.0.0.1:0")

@@ -115,7 +115,7 @@ def test_a_stopped_process_is_named_with_its_state(job: JobFolder, how: str) -> 
     assert ("most recent call first" in result.err) == (how == "SIGSTOP")
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.cluster)])
 def test_a_server_that_ends_rejoins_its_job(
     job: JobFolder, slow_fault_free: Committed, how: str
 ) -> None:

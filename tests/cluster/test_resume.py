@@ -75,6 +75,7 @@ def test_a_changed_learning_rate_applies_after_resuming(left: Path) -> None:
     assert result.event("step")["learning_rate"] == 0.002
 
 
+@pytest.mark.cluster
 def test_resuming_right_after_an_epoch_ends_it_first(
     whole: tuple[JobFolder, Result], job: JobFolder
 ) -> None:

@@ -94,7 +94,7 @@ def test_both_places_evaluate_the_same_stream(undisturbed: Callable[..., Result]
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        ("Kept", "driver"),
+        pytest.param("Kept", "driver", marks=pytest.mark.cluster),
         ("Plain", "stage"),
         pytest.param("Kept", "stage", marks=pytest.mark.cluster),
         pytest.param("Plain", "driver", marks=pytest.mark.cluster),
@@ -114,6 +114,7 @@ def test_a_killed_worker_changes_nothing(
         assert len((job.folder / "read").read_text().splitlines()) <= 8 * (6 + 3)
 
 
+@pytest.mark.cluster
 def test_a_run_goes_on_where_its_stream_was(
     job: JobFolder, undisturbed: Callable[..., Result]
 ) -> None:
@@ -141,6 +142,7 @@ def test_hosts_whose_streams_differ_are_named(job: JobFolder) -> None:
     )
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("at", [pytest.param("driver", marks=pytest.mark.cluster), "stage"])
 def test_a_balance_that_is_measured_before_a_run_reads_a_stream_too(
     job: JobFolder, at: str, undisturbed: Callable[..., Result]

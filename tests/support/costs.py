@@ -1,7 +1,8 @@
 """What a run of tests costs: CPU seconds in units of `import torch`, and the dearest tests.
 
-A unit is what `python -c "import torch"` takes in the same environment, so that a slow machine, or
-a larger build of torch, changes the figures of a run less than the suite does.
+A unit is what `python -c "import torch"` takes in the same environment, as many at a time as there
+are processes of tests, so that a slow machine, or a larger build of torch, changes the figures of a
+run less than the suite does.
 
 The costs of a test are those of its process and of all processes below, measured around its set-up,
 call and teardown. Those of a fixture that several tests share are counted apart, and so are those
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,7 +125,8 @@ class Summary:
 
     @pytest.hookimpl(trylast=True)  # when the workers have ended, and count
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        used, unit = cpu_seconds(os.getpid()), min(unit_seconds() for _ in range(2))
+        used, at_once = cpu_seconds(os.getpid()), session.config.option.numprocesses
+        unit = min(unit_seconds(at_once) for _ in range(2))
         self._lines = [
             f"{used / unit:.0f} units: {used:.0f} CPU seconds, {unit:.2f} of them an `import torch`"
         ]
@@ -150,13 +153,20 @@ class Summary:
             terminalreporter.write_line(line, red=True)
 
 
-def unit_seconds() -> float:
-    """Return the CPU time of `python -c "import torch"`."""
-    process = subprocess.Popen([sys.executable, "-c", "import torch"])
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_utime + usage.ru_stime
+def unit_seconds(at_once: int) -> float:
+    """Return the mean CPU time of `python -c "import torch"`.
+
+    Args:
+        at_once: how many run at a time. Processes that share cores and caches take longer, as tests
+            have; alone, an import takes three quarters of that.
+    """
+    command = [sys.executable, "-c", "import torch"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    imports = [subprocess.Popen(command) for _ in range(at_once)]
+    assert [one.wait() for one in imports] == [0] * at_once
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used / at_once
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -208,10 +208,8 @@ class Cluster:
         for task in self._called:
             task.cancel()
         await asyncio.gather(*self._called, return_exceptions=True)
-        for server in self._started:
-            await server.close()
-        for forks in self._driver_forks:
-            await forks.close()
+        await asyncio.gather(*(server.close() for server in self._started))
+        await asyncio.gather(*(forks.close() for forks in self._driver_forks))
 
     def fail_at(
         self,

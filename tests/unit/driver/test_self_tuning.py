@@ -206,6 +206,7 @@ def test_what_is_predicted_to_be_a_bit_slower_is_tried_if_many_steps_are_left() 
     assert [chosen(total) for total in (60, 1000)] == [own, wanted]
 
 
+@pytest.mark.cluster
 def test_the_more_a_prediction_was_off_the_more_is_tried() -> None:
     config = chain(
         model={"layers": "m:layers", "num_stages": 4}, schedule="auto", num_microbatches=8
