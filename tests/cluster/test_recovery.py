@@ -170,7 +170,7 @@ MACHINERY = [
 def test_a_lost_process_that_computes_nothing_is_replaced(
     job: JobFolder, token: str, slow_fault_free: Committed, what: str, signum: signal.Signals
 ) -> None:
-    with running("drive", slow_config(job, 2 * SLOW), "--json") as run:
+    with running("drive", slow_config(job, 8 * SLOW), "--json") as run:
         run.wait_for_line(LOSING)
         lost = next(process for process in with_token(token) if runs(process, what))
         lost.send_signal(signum)

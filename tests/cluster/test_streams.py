@@ -21,10 +21,11 @@ AUTO = ("--set", "model.balance=auto", "--set", "model.num_stages=2")
 
 
 def data(train: str, at: str = "driver", num_workers: int = 0, more: str = "") -> str:
+    test = train if "collate" in more else '"streams:Plain"'  # which it has to collate as well
     return f"""
         [data]
         train = {train}
-        test = "streams:Plain"
+        test = {test}
         batch_size = 8
         at = "{at}"
         num_workers = {num_workers}
