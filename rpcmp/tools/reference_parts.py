@@ -36,11 +36,10 @@ from rpcmp.splitting.layer import SplitLayer
 
 def compiled_call(layer: Any) -> Callable[..., Any]:
     """Return the call of a layer by compiled code, with the options that a stage uses."""
+    compiler_config.recompile_limit = 64  # a stage's as well; torch's own limit is 8
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # not in torch 2.12
         options |= {"isolate_recompiles": True, "recompile_limit": 64}
-    else:  # before torch had these options
-        compiler_config.recompile_limit = 64  # a stage's as well; torch's own limit is 8
     if isinstance(layer, SplitLayer):
         layer.compile_programs(lambda run: torch.compile(run, **options))
         return layer

@@ -45,12 +45,12 @@ def compiled(layer: nn.Module) -> Callable[..., Any]:
 
 def _limits() -> dict[str, Any]:
     """Return the options by which each layer is compiled for up to MAX_SHAPES."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # Isolated, so that layers of one class have not one limit together.
-        return {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
-    # torch 2.11 counts for each code object, and has one limit for all.
-    compiler_config.recompile_limit = MAX_SHAPES
-    return {}
+    # Isolated, so that layers of one class have not one limit together.
+    options = {"recompile_limit": MAX_SHAPES, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    if "recompile_limit" not in known:  # torch 2.11 has one limit for all
+        compiler_config.recompile_limit = MAX_SHAPES
+    return {name: value for name, value in options.items() if name in known}
 
 
 def explain(layer: str, error: Exception) -> Exception:
