@@ -246,7 +246,7 @@ class Cluster:
 
     def move_after(self, step: int, balance: list[int]) -> None:
         """Have the run move layers after a step, and go on no further before that."""
-        formed = self.run.generation
+        formed = 0
 
         async def move() -> None:
             nonlocal formed

@@ -86,7 +86,6 @@ class Group:
         happened: how often each did, by its place: (stage, step, phase).
         members: workers by the address that they give in the rendezvous.
         num_layers: of the newest job.
-        step_seconds: how long a step takes.
         layer_seconds: how long a layer is said to take in a step, on a host that is not slow; 0.01
             by default.
         held: steps that wait for a condition; see `Cluster.hold`.
@@ -96,7 +95,6 @@ class Group:
     happened: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     members: dict[str, FakeWorker] = field(default_factory=dict)
     num_layers: int = 0
-    step_seconds: float = 0.0
     layer_seconds: dict[str, float] = field(default_factory=dict)
     held: dict[int, Callable[[], object]] = field(default_factory=dict)
 
@@ -138,6 +136,7 @@ class Member:
     def __init__(self, process: FakeProcess, group: Group) -> None:
         self.process, self.group = process, group
         self.orders: asyncio.Queue[Message] = asyncio.Queue()
+        self.changed = asyncio.Condition()  # told of each message
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._ids = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
@@ -187,6 +186,8 @@ class Member:
                 self._answers.pop(message["id"]).set_result(message)
             else:
                 self.on(message)
+                async with self.changed:
+                    self.changed.notify_all()
 
     async def _beat(self) -> None:
         while True:
@@ -203,12 +204,10 @@ class FakeWorker(Member):
     async def work(self) -> None:
         self.process.send({"event": "ready"})
         start = await self.orders.get()
-        self.told = asyncio.Condition()
         self.mirrored = self.last = 0
         self._finished = asyncio.Event()
         part = json.loads(start["assignment"])
         self.stage, self.label, self.steps = part["stage"], part["label"], 0
-        self.keeps = part["keeps"]
         await self.group.meet(self.process, self.label, 0, "build")
         self.values = dict.fromkeys(part["layers"], 0)
         self.process.send({"event": "built", "num_parameters": len(self.values), "device": "cpu"})
@@ -230,13 +229,8 @@ class FakeWorker(Member):
         match message["op"]:
             case "mirrored" | "saved":
                 self.mirrored = max(self.mirrored, message.get("step", 0))
-                self._told_task = asyncio.create_task(self._tell())
             case _:
                 super().on(message)
-
-    async def _tell(self) -> None:
-        async with self.told:
-            self.told.notify_all()
 
     async def call(self, act: Callable[[FakeWorker], Awaitable[Value]]) -> Value:
         """Do something for the driver, as a call by RPC: it fails if this process ends."""
@@ -251,7 +245,7 @@ class FakeWorker(Member):
         """Do a step; returns this stage's part of the loss."""
         self.process.activity.start("forward", step, 0)
         await self.group.meet(self.process, self.label, step, "forward")
-        await asyncio.sleep(self.group.step_seconds)
+        await asyncio.sleep(0)
         self.values = next_values(self.values, step)
         self.steps = step
         self.process.activity.stop()
@@ -263,12 +257,12 @@ class FakeWorker(Member):
         """Hold the present state in memory, unless it is held already; see StageSnapshots."""
         if (held := self._slots.get(step, self._cut)) is None:
             await self.group.meet(self.process, self.label, step, "saving")
-            async with self.told:
-                await self.told.wait_for(
+            async with self.changed:
+                await self.changed.wait_for(
                     lambda: not self._is_mirrored or self.mirrored >= self.last
                 )
                 while (slot := self._slots.reserve()) is None:
-                    await self.told.wait()
+                    await self.changed.wait()
             tensors, about = pack(self._state())
             self._writer.write(slot, step, tensors, about, pin=save and self._saves)
             self.last = step
@@ -308,7 +302,6 @@ class FakeDriver(Member):
 
     def __init__(self, process: FakeProcess, group: Group) -> None:
         super().__init__(process, group)
-        self._changed = asyncio.Condition()
         self._saving: set[int] = set()
         self._newest = 0  # the last checkpoint that was started
         self._stops = self._pauses = self._saves_at_end = False
@@ -323,12 +316,6 @@ class FakeDriver(Member):
                 self._saving.discard(message["step"])
             case _:
                 super().on(message)
-                return
-        self._telling = asyncio.create_task(self._tell())
-
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def work(self) -> None:
         plan = await self.orders.get()
@@ -360,8 +347,7 @@ class FakeDriver(Member):
         index, balance = self.config.stage_names.index(stage), self._balance
         first = sum(balance[:index])
         layers = [f"layer{n}" for n in range(first, first + balance[index])]
-        keeps = self.config.takes_snapshots
-        return json.dumps({"stage": stage, "label": label, "layers": layers, "keeps": keeps})
+        return json.dumps({"stage": stage, "label": label, "layers": layers})
 
     async def _everywhere(self, act: Callable[[FakeWorker], Awaitable[Value]]) -> list[Value]:
         return await asyncio.gather(*(worker.call(act) for worker in self.workers))
@@ -396,8 +382,8 @@ class FakeDriver(Member):
             await self._hold(progress, save=False)
             await self._all_saved()
             self.process.send({"event": "paused"})
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._stops)
+            async with self.changed:
+                await self.changed.wait_for(lambda: self._stops)
         if progress.step and (self._saves_at_end or saved is not None):
             await self._hold(progress, save=True)
         await self._all_saved()
@@ -435,8 +421,8 @@ class FakeDriver(Member):
         self._newest = step
 
     async def _all_saved(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._saving)
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self._saving)
 
     def _progress(self, progress: TrainingProgress) -> None:
         told = None if self._told is None else self._told.to_json()

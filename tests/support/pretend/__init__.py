@@ -42,9 +42,13 @@ pretend_memory = pretend_memory:register
 """
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Install it in `folder`; return the environment that gives it to torch."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME", folder)) / "pretend"
+def install(folder: Path, kept: Path | None = None) -> dict[str, str]:
+    """Install it in `folder`; return the environment that gives it to torch.
+
+    Args:
+        kept: where it is built once for all processes of a run; None: in `folder`, anew.
+    """
+    kept = (kept or folder) / "pretend"
     kept.mkdir(parents=True, exist_ok=True)
     with (kept / "lock").open("w") as lock:  # of all processes of a run, the first one builds it
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -109,7 +113,7 @@ class Pretended:
 def pretended() -> Iterator[Pretended]:
     """Install the accelerator and start its first fork server, for all tests of a process."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Pretended(install(Path(folder)))
+        found = Pretended(install(Path(folder), Path(os.environ["XDG_CACHE_HOME"])))
         try:
             found.start()
             yield found
