@@ -438,9 +438,10 @@ def test_a_lost_device_is_a_lost_worker_and_the_next_ones_memory_is_tried_again(
     assert committed(result) == committed_here(config, *CPUS)
     fault = result.event("fault")
     assert (fault["kind"], fault["stage"]) == ("DeviceLostError", "stage1")
-    assert "AcceleratorError: pretend error: pretend:1 is lost" in fault["error"]
+    named = re.search(r"AcceleratorError: pretend error: (pretend:\d) is lost", fault["error"])
+    assert named is not None, fault["error"]  # either: a job before may still end on one of them
     assert result.event("generation")["generation"] == 2
-    assert late(Path(f"{path}-pretend:1"))["without"] > 0  # of the worker that came after it
+    assert late(Path(f"{path}-{named[1]}"))["without"] > 0  # of the worker that came after it
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import processes
+from tests.support import sharedforks
 
 MAX_UNITS = 4.0
 """Most units that a test of `pytest` may take which DEAR does not list."""
@@ -64,7 +64,7 @@ def cpu_seconds(pid: int, without: frozenset[int] = frozenset()) -> float:
 
 
 def _now() -> float:
-    return cpu_seconds(os.getpid(), frozenset(processes.FORKS.pids))
+    return cpu_seconds(os.getpid(), frozenset(sharedforks.STARTED))
 
 
 class Meter:

@@ -45,6 +45,9 @@ MODELS = ("transformers.modeling_utils", "peft")
 many such jobs, the others few.
 """
 
+STARTED: set[int] = set()
+"""The process ids of all fork servers of this process, those of a pretend accelerator as well."""
+
 
 def adopted(line: socket.socket) -> socket.socket:
     """Open another line to the fork server at the other end of `line`."""
@@ -134,6 +137,7 @@ class SharedForks:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = self._new(theirs) if self._first is None else self._fork(theirs)
+        STARTED.add(self._process.pid)
         self._line = ours
 
     def _fork(self, theirs: socket.socket) -> psutil.Process:

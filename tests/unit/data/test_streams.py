@@ -49,7 +49,7 @@ def test_a_stream_yields_full_mini_batches_pass_after_pass(name: str) -> None:
     [
         ("0", KINDS),
         ("1", ["Kept"]),
-        ("3", ["Plain", "Shared", "Kept", "Iterated"]),
+        ("3", ["Shared", "Kept"]),
         *(pytest.param(number, KINDS, marks=pytest.mark.cluster) for number in "13"),
     ],
 )
