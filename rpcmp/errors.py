@@ -17,7 +17,7 @@
     │   └── RecoveryTimeoutError        recovery has been tried often enough
     ├── JobError                   exit 1   the job failed
     │   ├── StageError                  the user's code raised at a stage
-    │   │   ├── StageConfigError   exit 2   a stage cannot be built as the config says
+    │   │   ├── StageConfigError   exit 2   a stage refuses what the config gives it
     │   │   └── DeviceLostError             its device has failed, and its worker with it
     │   ├── WorkerDiedError             a worker or driver process is gone
     │   ├── WorkerHungError             one is stopped, stuck or cut off
@@ -193,7 +193,7 @@ class StageError(JobError):
 
 
 class StageConfigError(StageError):
-    """A stage's build refuses what the config gives it; the phase is "build".
+    """A stage refuses what the config gives it: as it is built, or in the first step.
 
     A StageError, so that a stage that fails while it is built again after a fault gets another try.
     """

@@ -176,17 +176,20 @@ ENTRIES = ("cli.serve", "job.training_run", "worker.process", "driver.process")
 """The modules that serve a stage and drive a job, with all that they import."""
 
 AT_MOST = {
-    "modules that serve and drive": (215, ""),
+    "modules that serve and drive": (
+        219,
+        "a forward's state is put back, the objective and the cut are proven before the first step",
+    ),
     "lines that serve and drive": (
-        48_950,
-        "a device is asked about by its own kind; CUDA without a driver is not asked",
+        50_000,
+        "a forward's state is put back, the objective and the cut are proven before the first step",
     ),
     "lines of the top": (571, ""),
-    "lines of checkpoint": (2_010, ""),
+    "lines of checkpoint": (2_030, "attributes that a forward has changed are kept"),
     "lines of cli": (3_930, ""),
-    "lines of config": (2_890, ""),
+    "lines of config": (2_910, ""),
     "lines of data": (1_920, ""),
-    "lines of driver": (3_950, ""),
+    "lines of driver": (4_080, "samples are tried one by one before the first step"),
     "lines of job": (6_350, "tests hand in fakes of a run's parts"),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
@@ -197,9 +200,15 @@ AT_MOST = {
     "lines of process": (4_790, ""),
     "lines of rpc": (2_200, ""),
     "lines of server": (4_560, ""),
-    "lines of splitting": (2_030, ""),
+    "lines of splitting": (
+        2_700,
+        "a forward's state is put back, the objective and the cut are proven before the first step",
+    ),
     "lines of tools": (5_650, ""),
-    "lines of worker": (6_150, ""),
+    "lines of worker": (
+        6_800,
+        "a forward's state is put back, the objective and the cut are proven before the first step",
+    ),
 }
 """How many modules and lines there may be. A commit that raises a number says beside it why."""
 

@@ -3,6 +3,7 @@
     model.<name>                     parameters and buffers, by their names in the unsplit model
     optimizer.<parameter>.<key>      the optimizer's state for a parameter
     aside.<key>                      its state besides the parameters'
+    attributes.<name>                what forwards have changed in attributes of modules
     metadata "rpcmp"                 step, stage, options and scheduler, now and as they were
                                      built, values that are not tensors, memory layouts, and
                                      checksums of what is only in `init`
@@ -23,7 +24,7 @@ import math
 import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ ENCODED_TREES = {
     "scheduler": "scheduler",
     "built": "built",
     "aside": "aside",
+    "attributes": "attributes",
 }
 """Fields of a StageState that are trees, and the prefix of the names of their tensors."""
 
@@ -80,6 +82,7 @@ class StageState:
         aside: the optimizer's state besides its parameters'; see worker.optimizer_state.
         base: the checksum of the frozen weights that only `init` has, by layer; None in files that
             were written before there were any.
+        attributes: of modules, which their forwards have changed, by name.
     """
 
     step: int
@@ -91,6 +94,7 @@ class StageState:
     built: Any = None
     aside: Any = None
     base: dict[str, str] | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
 
 
 def pack(state: StageState) -> tuple[dict[str, Tensor], str]:
@@ -130,11 +134,13 @@ def unpack(
     merged: dict[str, Tensor] = {}
     optimizer: dict[str, Any] = {}
     base: dict[str, str] = {}
+    attributes: dict[str, Any] = {}
     has_base = all(part.base is not None for part in parts)
     for part in parts:
         merged |= part.model
         optimizer |= part.state
         base |= part.base or {}
+        attributes |= part.attributes
     if missing := sorted(set(model) - set(merged)):
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
@@ -147,6 +153,7 @@ def unpack(
         model=merged,
         state=optimizer,
         base=base if has_base else None,
+        attributes=attributes,
     )
 
 
@@ -164,9 +171,10 @@ def decoded(
     """Return the state that `pack` was given, for these parameters and buffers only."""
     about = json.loads(metadata)
     rebuilt = _Rebuilt(tensors, about.get("memory", {}))
-    trees = {
+    trees: dict[str, Any] = {
         key: decode_tree(about[key], rebuilt) if key in about else None for key in ENCODED_TREES
     }
+    trees["attributes"] = trees["attributes"] or {}  # files of before there were any
     return StageState(
         step=about["step"],
         stage=about["stage"],

@@ -300,6 +300,10 @@ class JobSettings(Strict):
     """What a micro-batch's mean loss counts: a function of its targets, such as
     rpcmp.losses:tokens, which leaves out padding. By default samples; the losses of rpcmp.losses
     bring theirs."""
+    loss_scope: Literal["micro-batch"] | None = None
+    """"micro-batch" says that the loss and the model are meant for each micro-batch by itself, also
+    where it is not the same as for the whole mini-batch; else a run that differs there ends before
+    its first step."""
     optimizer: OptimizerOrName = Field(
         default_factory=lambda: OptimizerFactory(callable="torch.optim:SGD", kwargs={"lr": 0.01})
     )

@@ -14,11 +14,13 @@ import contextlib
 import hashlib
 import inspect
 import json
+import logging
 import os
 import platform
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,17 +35,23 @@ from rpcmp.config.types import COPY
 from rpcmp.data.batches import Loaded
 from rpcmp.data.loading import training_batches
 from rpcmp.errors import ConfigError, suggest
-from rpcmp.pipelining import pytree
-from rpcmp.pipelining.split_layers import build_skeleton, unpacked
+from rpcmp.pipelining import devices, pytree
+from rpcmp.pipelining.split_layers import build_module, build_skeleton, unpacked
 from rpcmp.process.channel import Message
+from rpcmp.splitting import proof
 from rpcmp.splitting.building import names_in_init
 from rpcmp.splitting.exporting import restore
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.splitting.weights import tensors_of
 from rpcmp.worker.model import AUTOCAST_DTYPES
 
+log = logging.getLogger(__name__)
+
 MAX_CACHED = 64
 """Cuts that are kept; the oldest goes first."""
+
+COPIES_IN_A_PROOF = 5
+"""Of all parameters: their values, those of before, and the gradients of both."""
 
 LABELS = ("labels", "label", "label_ids")
 """Parts of a batch that a model could take, and would compute a loss of its own with."""
@@ -81,8 +89,13 @@ def cut_module(config: Config) -> ModelCut:
     cached = None if folder is None else folder / f"{_key(config, model, module, sample)}.json"
     cut = None if cached is None else _read(cached)
     if cut is None:
-        autocast = AUTOCAST_DTYPES.get(config.autocast or "")
-        cut = as_cut(split_module(module, sample, model.split or (), autocast), module)
+        autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
+        split = split_module(module, sample, model.split or (), autocast)
+        took = time.monotonic() - started
+        if (proven := _with_values(config, module)) is not None:
+            others = few_samples(inputs, count, start=count)
+            proof.prove(proven, split, [sample, others], autocast, took, _has_parts(config))
+        cut = as_cut(split, module)
         if cached is not None:
             _write(cached, cut)
     require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
@@ -101,7 +114,9 @@ def require_loss(config: Config, split: Split, targets: Any) -> None:
         ConfigError: the loss wants something else.
     """
     returned = [
-        torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
+        sizes[0]
+        if dtype == "size"
+        else torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
         for dtype, sizes in split.outputs
     ]
     outputs = restore(split.structures[0], returned)
@@ -180,11 +195,43 @@ def _sample_count(inputs: Any) -> int:
     return next((each for each in SAMPLES if each not in sizes), SAMPLES[0])
 
 
-def few_samples(batch: Any, count: int) -> Any:
-    """Return `count` samples of a mini-batch, repeated if it has less."""
+def _has_parts(config: Config) -> bool:
+    """Whether a mini-batch is cut into parts that have to be as good as the whole."""
+    return config.num_full_microbatches > 1 and config.loss_scope is None
+
+
+def _with_values(config: Config, module: nn.Module) -> nn.Module | None:
+    """Return the module with values to compute with; None if there is no memory for that.
+
+    They are its constructor's where that draws them; zeros get others, or gradients behind them
+    would be zero as well.
+    """
+    size = sum(each.numel() * each.element_size() for each in module.parameters())
+    free = devices.available_bytes(devices.CPU)
+    if free is not None and size * COPIES_IN_A_PROOF > free:
+        log.warning(
+            "the module's parameters, %.1f GiB, are too large for this host to compare the layers "
+            "with the module before they train: try `rpcmp verify` with a smaller one",
+            size / 2**30,
+        )
+        return None
+    proven = build_module(config) if config.init is None else build_skeleton(config)
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        for parameter in proven.parameters():
+            if config.init is not None and not parameter.is_floating_point():
+                parameter.zero_()
+            elif parameter.is_floating_point() and (config.init or not parameter.any()):
+                parameter.uniform_(-0.1, 0.1, generator=generator)
+    return proven
+
+
+def few_samples(batch: Any, count: int, start: int = 0) -> Any:
+    """Return `count` samples of a mini-batch from one on, repeated if it has less."""
 
     def few(tensor: Tensor) -> Tensor:
-        return tensor[torch.arange(count) % max(1, tensor.shape[0])] if tensor.dim() else tensor
+        rows = torch.arange(start, start + count) % max(1, tensor.shape[0])
+        return tensor[rows] if tensor.dim() else tensor
 
     return pytree.map_tensors(few, batch)
 
@@ -212,6 +259,7 @@ def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> 
         "model": [model.source, model.kwargs, model.split],
         "module": _described(module),
         "precision": config.autocast,
+        "parts": _has_parts(config),
         "sample": shapes,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]

@@ -34,6 +34,7 @@ from rpcmp.errors import (
     RecoveryTimeoutError,
     RpcmpError,
     SavingError,
+    StageConfigError,
     StageError,
     TakenOverError,
     UnavailableError,
@@ -124,6 +125,8 @@ def is_recoverable(
         return True
     if isinstance(error, UnavailableError):
         return has_begun or is_local
+    if isinstance(error, StageConfigError) and error.phase != "build":
+        return False
     if isinstance(error, StageError):
         return has_stepped if has_begun else error.phase != "build"
     if isinstance(error, NonFiniteLossError):

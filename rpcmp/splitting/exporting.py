@@ -7,13 +7,14 @@ are never read, so they need no values.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
@@ -24,7 +25,10 @@ BY_HAND = "cut it by hand: give `layers` in [model], or stages with a `module` e
 """What is left to the author of a module that cannot be cut."""
 
 Structure: TypeAlias = Any
-"""A tree of numbers: which output stands where. None stands for itself."""
+"""What a module returns, as JSON: None, an output's number, or one of
+
+    {"tuple": [...]}, {"list": [...]}, {"dict": [[key, ...], ...]}, {"is": a number, text or flag}
+"""
 
 OWNER = "module"
 """The module's name within the one that is exported."""
@@ -94,8 +98,9 @@ def _export(
         )
     _require_plain(program)
     _require_all_regions(program, whole.seen.autocasts)
+    structure = _with_fixed_sizes(whole.seen.structure, program)
     # A private name: ExportedProgram.range_constraints has no more than the least and most.
-    return ExportedGraph(program, whole.seen.structure, program._guards_code)
+    return ExportedGraph(program, structure, program._guards_code)
 
 
 @contextlib.contextmanager
@@ -179,15 +184,25 @@ def arguments(batch: Any) -> tuple[list[str], list[Tensor]]:
 
 
 def restore(structure: Structure, values: Sequence[Any]) -> Any:
-    """Return what the module returns, of the graph's outputs."""
+    """Return what the module returns, of the graph's outputs.
+
+    Raises:
+        ConfigError: it is no structure.
+    """
     match structure:
-        case dict():
-            return {key: restore(each, values) for key, each in structure.items()}
-        case list():
-            return tuple(restore(each, values) for each in structure)
+        case None:
+            return None
         case int():
             return values[structure]
-    return structure
+        case {"is": value}:
+            return value
+        case {"tuple": parts}:
+            return tuple(restore(each, values) for each in parts)
+        case {"list": parts}:
+            return [restore(each, values) for each in parts]
+        case {"dict": pairs}:
+            return {key: restore(each, values) for key, each in pairs}
+    raise ConfigError(f"{structure!r} is nothing that a module returns")
 
 
 class _Seen:
@@ -209,11 +224,10 @@ class _Flat(nn.Module):
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip(self._names, leaves, strict=True))
         positional = [named.pop(name) for name in self._names if name.isdecimal()]
-        found: list[Tensor] = []
         before = dict(self.module.named_buffers())
         with contextlib.nullcontext() if self._tells else _untold():
             outputs = self.module(*positional, **named)
-        self.seen.structure = _structure(outputs, found)
+        self.seen.structure, found = flatten(outputs)
         after = dict(self.module.named_buffers())
         if replaced := [name for name, buffer in before.items() if after.get(name) is not buffer]:
             raise ConfigError(
@@ -223,31 +237,75 @@ class _Flat(nn.Module):
         return tuple(found)
 
 
-TREES = (Tensor, Mapping, tuple, list)
+PLAIN = (bool, int, float, str)
+"""What stands for itself in what a module returns, and as a key of it."""
+
+
+def flatten(value: Any) -> tuple[Structure, list[Any]]:
+    """Return the structure of what a module returns, and its tensors and sizes in order."""
+    found: list[Any] = []
+    return _structure(value, found), found
 
 
 def plain(value: Any) -> Any:
     """Return what a module returns as a layer does that was cut out of it."""
-    found: list[Tensor] = []
-    return restore(_structure(value, found), found)
+    return restore(*flatten(value))
 
 
-def _structure(value: Any, found: list[Tensor]) -> Structure:
-    """Collect a tree's tensors, and return the tree with their positions.
+def _structure(value: Any, found: list[Any]) -> Structure:
+    """Collect a tree's tensors and sizes, and return the tree with their positions.
 
-    Of a dict, what is no tensor and has none is left out.
+    A cache, or another object of some class, is left out of a dict.
     """
-    if isinstance(value, Tensor):
-        found.append(value)
-        return len(found) - 1
-    if isinstance(value, Mapping):  # also transformers' outputs; some have a cache, of a class
-        kept = {key: each for key, each in value.items() if isinstance(each, TREES)}
-        return {str(key): _structure(each, found) for key, each in kept.items()}
-    if isinstance(value, tuple | list):
-        return [_structure(each, found) for each in value]
-    if value is None:
-        return None
+    match value:
+        case None:
+            return None
+        case Tensor() | torch.SymInt():
+            found.append(value)
+            return len(found) - 1
+        case bool() | int() | float() | str():
+            return {"is": value}
+        case Mapping():  # also transformers' outputs
+            pairs = [pair for pair in value.items() if isinstance(pair[1], KEPT)]
+            return {"dict": [[_key(key), _structure(each, found)] for key, each in pairs]}
+        case list():
+            return {"list": [_structure(each, found) for each in value]}
+        case tuple():
+            return {"tuple": [_structure(each, found) for each in value]}
     raise ConfigError(
-        f"the module returns {type(value).__name__}: it has to return tensors, or tuples, lists "
-        "and dicts of them"
+        f"the module returns {type(value).__name__}: it has to return tensors, numbers and texts, "
+        "or tuples, lists and dicts of them"
     )
+
+
+KEPT = (Tensor, torch.SymInt, *PLAIN, Mapping, tuple, list, type(None))
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, PLAIN):
+        return key
+    raise ConfigError(
+        f"the module returns a dict with {type(key).__name__} as a key: use texts or numbers"
+    )
+
+
+def _with_fixed_sizes(structure: Structure, program: ExportedProgram) -> Structure:
+    """Return a structure with those sizes as numbers that the module fixes."""
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    places = itertools.count()
+    values = [
+        next(places) if isinstance(each, fx.Node) else {"is": each} for each in output.args[0]
+    ]
+    output.args = ([each for each in output.args[0] if isinstance(each, fx.Node)],)
+
+    def placed(part: Structure) -> Structure:
+        match part:
+            case int():
+                return values[part]
+            case {"tuple": parts} | {"list": parts}:
+                return {kind: [placed(each) for each in parts] for kind in part}
+            case {"dict": pairs}:
+                return {"dict": [[key, placed(each)] for key, each in pairs]}
+        return part
+
+    return placed(structure)

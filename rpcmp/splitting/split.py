@@ -331,8 +331,13 @@ def _kind(node: fx.Node) -> str:
 
 
 def _sizes(node: fx.Node) -> tuple[str, list[int]]:
-    """Return the dtype and the sizes of a tensor, in the samples that the module was cut with."""
+    """Return the dtype and the sizes of a tensor, in the samples that the module was cut with.
+
+    Of a size: "size", and which it is.
+    """
     value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return "size", [value if isinstance(value, int) else int(value.node.hint)]
     sizes = [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
     return name_of_kind(value.dtype), sizes
 

@@ -290,14 +290,16 @@ class UnsplitModel:
 def _clone(tensor: Tensor) -> Tensor:
     clone = tensor.clone(memory_format=torch.contiguous_format)
     if clone.requires_grad:
-        clone.register_hook(lambda gradient: gradient.contiguous())
+        clone.register_hook(
+            lambda gradient: gradient if gradient is None else gradient.contiguous()
+        )
     return clone
 
 
 def _between_layers(tensor: Tensor) -> Tensor:
     tensor = _regular(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
-        tensor.register_hook(_regular)
+        tensor.register_hook(lambda gradient: gradient if gradient is None else _regular(gradient))
     return tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from rpcmp.errors import DeviceLostError, StageError, one_line
+from rpcmp.errors import ConfigError, DeviceLostError, StageConfigError, StageError, one_line
 from rpcmp.pipelining import devices
 
 
@@ -19,9 +19,13 @@ def stage_failure(
 ) -> StageError:
     """Return a StageError with the error's traceback, or a DeviceLostError if its device is lost.
 
+    A ConfigError, which says all by itself, becomes a StageConfigError.
+
     Args:
         note: what to add to the cause; for the others see StageError.
     """
+    if isinstance(error, ConfigError):
+        return StageConfigError(stage, phase, str(error), "", step, microbatch)
     kind = DeviceLostError if devices.is_lost(error) else StageError
     return kind(
         stage,

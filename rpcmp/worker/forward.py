@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.config.topology import DRIVER, Port, Reference
+from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import Bundle, MicrobatchMeta, Mode, StageOutputs
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
@@ -23,9 +24,15 @@ from rpcmp.worker import boundary, copies
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Received, to_wire_dtype
+from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.model import LossScale, StageModel
-from rpcmp.worker.recompute import Buffers, Replay
+from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter
+
+NOTHING_TRAINED = (
+    "the loss does not depend on anything that is trained: what it reads was detached, computed "
+    "under torch.no_grad() or by operations without a derivative, or all of the model is frozen"
+)
 
 UNSHARED: Mapping[int, Sharing] = {}
 
@@ -77,7 +84,7 @@ class Execution:
         self._splitter = Splitter()
         self._wire_dtype = wire_dtype
         self._loss_scale = loss_scale
-        self._buffers = Buffers(model.modules()) if recompute else None
+        self._state = ForwardState(model.stateful()) if recompute else None
 
     def receive(self, answers: list[StageOutputs]) -> Received:
         """Start to copy a micro-batch's inputs, which the targets follow if a sink needs them."""
@@ -164,11 +171,17 @@ class Execution:
         compute = functools.partial(self._compute, meta, received)
         inputs, own, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
         tape: LocalTape | Replay
-        if self._buffers is not None:
+        if self._state is not None:
+            watch = None if self._state.is_known else self._model.watch()
             tape = replay = Replay(
-                compute, inputs, own, self._buffers, self._splitter, weights, arriving
+                compute, inputs, own, self._state, self._splitter, weights, arriving
             )
             outputs = replay.forward()
+            if watch is not None and (changed := watch.changed()):
+                raise ConfigError(
+                    f"the forward changes the parameter {changed!r}, which recompute = true would "
+                    "do twice: make it a buffer, or leave out `recompute` for this stage"
+                )
         else:
             tape = local = LocalTape(inputs, own, arriving)  # stage.py [7]
             with weights.watch():
@@ -180,8 +193,12 @@ class Execution:
         outputs = self._model.forward(inputs, meta)
         if not self._model.is_sink:
             return outputs
-        targets = received.targets_on_device()
-        return self._model.loss(outputs, targets, meta, received.targets.weight)
+        targets, weight = received.targets_on_device(), received.targets.weight
+        self._model.prove_objective(outputs, targets, meta, weight)
+        loss = self._model.loss(outputs, targets, meta, weight)
+        if not loss.requires_grad and (weight is None or weight.own):
+            raise ConfigError(NOTHING_TRAINED)
+        return loss
 
     def _computed(
         self,
@@ -230,6 +247,7 @@ class Execution:
         outputs = self._model.forward(tape.inputs, meta)
         if meta.round.mode is Mode.EVALUATE and self._model.is_sink:
             targets, on_device = received.targets, received.targets_on_device()
+            self._model.prove_objective(outputs, on_device, meta, targets.weight)
             evaluated = self._model.evaluate(outputs, on_device, meta, targets.weight)
             if self._model.returns_outputs:
                 evaluated = evaluated._replace(

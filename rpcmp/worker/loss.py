@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,8 +22,13 @@ from rpcmp.config import importing
 from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
+from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.objective import Objective
+
+LOSS = "loss"
+"""The name of a loss with parameters, among the layers of its stage."""
 
 
 class SinkLoss:
@@ -47,9 +52,12 @@ class SinkLoss:
     ) -> None:
         self._device = device
         self._autocast = autocast
+        random_streams.seed_all(config.seed, "init", LOSS)
         self._loss = importing.load_function(config.loss, "loss")
         if isinstance(self._loss, nn.Module):
             self._loss.to(device)
+        else:
+            _require_no_parameters(config.loss, self._loss)
         self._sums_samples = _option(self._loss, "reduction") == "sum"
         self._may_miscount = config.weighing is None and _is_cross_entropy(self._loss)
         if self._sums_samples and config.weighing is not None:
@@ -62,6 +70,29 @@ class SinkLoss:
             for name, metric in config.metrics.items()
             if name not in driver_metrics
         }
+        self._proof: _FirstRounds | None = None
+        if config.loss_scope is None:
+            self._proof = _FirstRounds(
+                config, self._loss, self._call, self._sums_samples, self._metrics
+            )
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The loss, if it has parameters or buffers, which are the stage's as well."""
+        if not isinstance(self._loss, nn.Module):
+            return None
+        return self._loss if any(True for _ in _tensors(self._loss)) else None
+
+    def prove(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
+    ) -> None:
+        """Check in the first rounds that micro-batches have the loss of the mini-batch.
+
+        Raises:
+            ConfigError: they have another.
+        """
+        if self._proof is not None and (weight is None or weight.own):
+            self._proof.see(outputs, targets, meta)
 
     def train(
         self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
@@ -89,11 +120,15 @@ class SinkLoss:
     def _scalar(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> Tensor:
         if self._may_miscount and meta.round.step <= 1:  # the first step, and what is before it
             self._warn(targets, meta)
-        with self._autocast:
-            loss: Tensor = self._loss(outputs, targets)
+        loss = self._call(outputs, targets)
         if loss.numel() != 1:
             raise ValueError(f"the loss is {pytree.describe(loss)}, not a scalar; reduce it")
         return loss.reshape(())
+
+    def _call(self, outputs: Any, targets: Any) -> Tensor:
+        with self._autocast:
+            loss: Tensor = self._loss(outputs, targets)
+        return loss
 
     def _warn(self, targets: Any, meta: MicrobatchMeta) -> None:
         """Say if the loss is a mean of something else than the samples, which weigh it."""
@@ -109,6 +144,62 @@ class SinkLoss:
 
     def _to_device(self, value: Any) -> Any:
         return pytree.map_tensors(lambda tensor: tensor.to(self._device), value)
+
+
+class _FirstRounds:
+    """Looks at the first training and the first evaluation; see `rpcmp.worker.objective`."""
+
+    def __init__(
+        self,
+        config: Config,
+        loss: Any,
+        call: Callable[[Any, Any], Any],
+        is_sum: bool,
+        metrics: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._config = config
+        state = ForwardState([(f"{LOSS}.", loss)] if isinstance(loss, nn.Module) else [])
+        weigh = None
+        if config.weighing is not None:
+            weigh = importing.load_function(config.weighing, "loss_weight")
+        name = f"loss = {config.loss.callable!r}"
+        measured = name, call, weigh, is_sum, state
+        self._loss, self._trained = Objective(*measured), Objective(*measured, is_trained=True)
+        self._metrics = [
+            Objective(
+                f"metrics.{name} = {config.metrics[name].callable!r}", metric, None, False, state
+            )
+            for name, metric in metrics.items()
+        ]
+        self._rounds: dict[bool, int] = {}
+
+    def see(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> None:
+        """Check a micro-batch of the first rounds that have several."""
+        training = meta.round.is_training
+        if self._rounds.setdefault(training, meta.round.number) != meta.round.number:
+            return
+        if meta.round.num_microbatches > 1:
+            for each in [self._trained] if training else [self._loss, *self._metrics]:
+                each.require_additive(outputs, targets, meta.num_samples)
+
+
+def _require_no_parameters(source: Factory, loss: Any) -> None:
+    """Refuse a loss that is no module and has one, whose parameters nobody would train."""
+    values = vars(loss).values() if hasattr(loss, "__dict__") else ()
+    if any(isinstance(each, nn.Parameter) or _has_parameters(each) for each in values):
+        raise FactoryError(
+            f"loss = {source.callable!r} has parameters, and is no nn.Module: they would never be "
+            "trained; make it an nn.Module"
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _has_parameters(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(True for _ in value.parameters())
 
 
 def _nothing(outputs: Any) -> Tensor:

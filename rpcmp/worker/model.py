@@ -36,7 +36,14 @@ from rpcmp.process import compiler
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
 from rpcmp.rpc.tensors import checksum
 from rpcmp.worker import compiling
-from rpcmp.worker.loss import SinkLoss
+from rpcmp.worker.forward_state import (
+    ChangedAttributes,
+    ForwardState,
+    ParameterWatch,
+    StateCopy,
+    put_back,
+)
+from rpcmp.worker.loss import LOSS, SinkLoss
 
 HOST = "host"
 """The signature's entry for the name of the host. Everything else in it has a longer name."""
@@ -91,6 +98,7 @@ class StageModel:
             config, assignment.stage_index, assignment.layers, loads
         )
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
+        self._stored = dict(self._modules)
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
         self.foreign = own & set(config.tied_to)
         self._elsewhere = self.foreign | (own & config.base)  # what this stage does not store
@@ -106,6 +114,68 @@ class StageModel:
         self._loss: SinkLoss | None = None
         if self.is_sink:
             self._loss = SinkLoss(config, self.device, self._autocast, assignment.driver_metrics)
+            self._store(self._loss.module)
+        self._state = ForwardState(self.stateful(), renormalized=True)
+        self._before_evaluation: list[StateCopy] = []
+        self.attributes = ChangedAttributes(self.stateful(), self.device)
+        self._base_names = config.base - self.foreign
+        self._base_watch: ParameterWatch | None = None
+        self._evaluation_watch: ParameterWatch | None = None
+
+    def _store(self, loss: nn.Module | None) -> None:
+        """Let a loss's parameters and buffers be the stage's, as those of a layer."""
+        if loss is None:
+            return
+        names = {name for layer in self._modules for name, _ in self._named_in(layer)}
+        if LOSS in self._modules or any(name.startswith(f"{LOSS}.") for name in names):
+            raise ConfigError(
+                "the loss has parameters or buffers, which are stored as 'loss.*', and so are some "
+                "of the model: give those another name"
+            )
+        self._stored[LOSS], self._prefixes[LOSS] = loss, f"{LOSS}."
+
+    def stateful(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules with a state, each with the prefix of its names."""
+        return [(self._prefixes[layer], module) for layer, module in self._stored.items()]
+
+    def put_back(self) -> None:
+        """Undo what an evaluation has changed, before anything reads or trains the stage."""
+        if self._training is not False:
+            return
+        put_back(self._before_evaluation)
+        watch, self._evaluation_watch = self._evaluation_watch, None
+        self._before_evaluation, self._training = [], None
+        if watch is not None and (changed := watch.changed()):
+            raise ConfigError(
+                f"an evaluation changes the parameter {changed!r}, so a run with evaluations would "
+                "train something else than one without: change it in training only"
+            )
+
+    def require_unchanged_base(self) -> None:
+        """Check that no forward has changed the frozen weights that only `init` has.
+
+        Raises:
+            ConfigError: it has, and neither a snapshot nor a checkpoint would have them.
+        """
+        if self._base_watch is not None and (changed := self._base_watch.changed()):
+            raise ConfigError(
+                f"the forward changes {changed!r}, which is frozen and part of what "
+                "rpcmp.from_init builds: no snapshot and no checkpoint has it; build what changes "
+                "outside of from_init"
+            )
+
+    def watch(self) -> ParameterWatch:
+        """Watch the parameters, but for embeddings that a forward scales down (`max_norm`)."""
+        scaled = {
+            id(module.weight) for module in self.modules() if getattr(module, "max_norm", None)
+        }
+        return self._watch(lambda name: True, scaled)
+
+    def _watch(
+        self, is_watched: Callable[[str], bool], without: Collection[int] = ()
+    ) -> ParameterWatch:
+        named = self.named_parameters()
+        return ParameterWatch({n: p for n, p in named if is_watched(n) and id(p) not in without})
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         header = meta.round
@@ -129,6 +199,12 @@ class StageModel:
     def _set_mode(self, training: bool) -> None:
         """Call `train` whenever the mode changes, as a plain training loop does."""
         if training is not self._training:
+            if training:
+                self.put_back()
+                self._base_watch = self._base_watch or self._watch(self._base_names.__contains__)
+            else:
+                self._before_evaluation = self._state.copy()
+                self._evaluation_watch = self.watch()
             self._training = training
             for module in self._modules.values():
                 module.train(training)
@@ -138,6 +214,12 @@ class StageModel:
     ) -> Tensor:
         """Return the micro-batch's part of the mini-batch's loss, a scalar; see `SinkLoss`."""
         return self._its_loss.train(outputs, targets, meta, weight)
+
+    def prove_objective(
+        self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
+    ) -> None:
+        """Check in the first rounds that the objective is the mini-batch's; see `SinkLoss`."""
+        self._its_loss.prove(outputs, targets, meta, weight)
 
     def evaluate(
         self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None = None
@@ -153,14 +235,14 @@ class StageModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by their names in the unsplit model; shared ones once."""
         seen: set[nn.Parameter] = set()
-        for layer in self._modules:
+        for layer in self._stored:
             for name, parameter in self._named_in(layer):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
 
     def _named_in(self, layer: str) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._modules[layer].named_parameters():
+        for name, parameter in self._stored[layer].named_parameters():
             yield self._prefixes[layer] + name, parameter
 
     def _checksums(self, base: Collection[str]) -> dict[str, str]:
@@ -171,14 +253,15 @@ class StageModel:
         return {layer: checksum(named) for layer, named in of_layers.items() if named}
 
     def modules(self) -> Iterator[nn.Module]:
-        for layer in self._modules.values():
+        for layer in self._stored.values():
             yield from layer.modules()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by their names in the unsplit model, not copied."""
+        self.put_back()
         return {
             whole: value
-            for layer, module in self._modules.items()
+            for layer, module in self._stored.items()
             for name, value in module.state_dict().items()
             if isinstance(value, Tensor)
             and (whole := self._prefixes[layer] + name) not in self._elsewhere
@@ -209,7 +292,8 @@ class StageModel:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this stage's parameters and buffers, by their names in the unsplit model."""
-        for layer, module in self._modules.items():
+        self.put_back()
+        for layer, module in self._stored.items():
             prefix = self._prefixes[layer]
             new = {  # tied parameters of another owner stay, and those that `init` has
                 name: value if prefix + name in self._elsewhere else state.get(prefix + name)
@@ -236,7 +320,8 @@ def _seam(tensor: Tensor) -> Tensor:
     """`tensor` as it would arrive at another stage. Its gradient will be, too."""
     tensor = _aligned(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
-        tensor.register_hook(_aligned)
+        # None: one of several results of an operation, which nobody has read.
+        tensor.register_hook(lambda gradient: None if gradient is None else _aligned(gradient))
     return tensor
 
 

@@ -58,7 +58,7 @@ class StageOptimizer(ComputeThreadOwner):
     ) -> None:
         self.stage = assignment.stage_name
         self._label = assignment.member.label
-        self._after_step = after_step
+        self._after_step, self._before_step = after_step, model.put_back
         self._loss_scale = loss_scale
         self.steps = 0
         self.report: StepReport | None = None
@@ -226,6 +226,7 @@ class StageOptimizer(ComputeThreadOwner):
 
     def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
+        self._before_step()  # a replica may have had no forward since an evaluation
         if self._optimizer is not None and updates:
             random_streams.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()  # stage.py [13]

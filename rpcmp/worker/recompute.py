@@ -3,72 +3,24 @@
 Also called activation checkpointing (arXiv:1604.06174). The first forward builds its graph as
 usual, which tells which outputs are differentiable, but saves no tensor in it. The backward runs
 the forward again. That draws the same random numbers, because every layer is seeded, and starts
-from the same buffers: batch normalization must not count a micro-batch twice.
+from the same buffers and attributes: batch normalization must not count a micro-batch twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rpcmp.pipelining import pytree
 from rpcmp.pipelining.devices import CPU
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 from rpcmp.worker.copies import Arriving, Copies, tensors_in
+from rpcmp.worker.forward_state import ForwardState, StateCopy, put_back
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
-
-
-class Copy(NamedTuple):
-    """A module's buffer and its earlier value."""
-
-    owner: dict[str, Tensor | None]
-    name: str
-    buffer: Tensor | None
-    value: Tensor | None
-
-    @property
-    def has_changed(self) -> bool:
-        if self.owner[self.name] is not self.buffer:
-            return True
-        if self.buffer is None or self.value is None:
-            return False
-        return not torch.equal(self.buffer, self.value)
-
-
-class Buffers:
-    """The buffers of a stage that change in a forward, in place or by assignment.
-
-    The first micro-batch shows by value which ones do: batch normalization does not increase the
-    version of its buffers. Large constants, such as masks, are only copied then.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._candidates = [
-            (module._buffers, name) for module in modules for name in module._buffers
-        ]
-        self._is_known = False
-
-    def copy(self) -> list[Copy]:
-        buffers = [(owner, name, owner[name]) for owner, name in self._candidates]
-        return [Copy(*one, None if one[-1] is None else one[-1].clone()) for one in buffers]
-
-    def learn(self, before: list[Copy]) -> None:
-        if not self._is_known:
-            self._candidates = [(copy.owner, copy.name) for copy in before if copy.has_changed]
-            self._is_known = True
-
-
-def _restore(copies: list[Copy]) -> None:
-    """Restore the buffers of `Buffers.copy` and their values."""
-    with torch.no_grad():
-        for owner, name, buffer, value in copies:
-            owner[name] = buffer
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
 
 
 class Replay:
@@ -85,7 +37,7 @@ class Replay:
         compute: Callable[[list[Any]], Any],
         received: Sequence[StageOutputs],
         copies: Copies,
-        buffers: Buffers,
+        state: ForwardState,
         splitter: Splitter,
         weights: WeightGradients,
         arriving: Arriving | None = None,
@@ -94,18 +46,19 @@ class Replay:
         self._received = list(received)
         self._copies = copies
         self._arriving = arriving
-        self._buffers = buffers
+        self._state = state
         self._splitter = splitter
         self._weights = weights
-        self._before: list[Copy] = []
+        self._before: list[StateCopy] = []
 
     def forward(self) -> Any:
         """Return the stage's outputs, on a graph that cannot be differentiated."""
-        self._before = self._buffers.copy()
+        self._before = self._state.copy()
         tape = self._tape()
         with torch.autograd.graph.saved_tensors_hooks(_drop, _never):
             outputs = self._compute(tape.inputs)
-        self._buffers.learn(self._before)
+        if not self._state.is_known:
+            self._state.learn(self._before)
         return outputs
 
     def _tape(self) -> LocalTape:
@@ -125,8 +78,8 @@ class Replay:
 
     def backward(self, gradients: Gradients) -> Differentiated:
         """Run the forward again, and then `LocalTape.backward`."""
-        after = self._buffers.copy()
-        _restore(self._before)
+        after = self._state.copy()
+        put_back(self._before)
         try:
             tape = LocalTape(self._received, self._copies, self._arriving)
             self.free()
@@ -134,7 +87,7 @@ class Replay:
                 self._splitter.calibrate(tape.leave(self._compute(tape.inputs)))
             return tape.backward(gradients)
         finally:  # after the backward, to which batch normalization hands its buffers
-            _restore(after)
+            put_back(after)
 
     def free(self) -> None:
         self._received.clear()

@@ -17,6 +17,7 @@ from rpcmp.checkpoint.stage_state import SnapshotWriter, StageState, pack, unpac
 from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
+from rpcmp.worker.forward_state import LOOKS
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 
@@ -103,8 +104,15 @@ class StageSnapshots:
 
     def _state(self) -> StageState:
         model, optimizer = self._model.state_dict(), self._optimizer
+        if optimizer.steps <= LOOKS:
+            self._model.require_unchanged_base()
         return StageState(
-            optimizer.steps, optimizer.stage, model, *optimizer.parts(), base=self._model.base
+            optimizer.steps,
+            optimizer.stage,
+            model,
+            *optimizer.parts(),
+            base=self._model.base,
+            attributes=self._model.attributes.read(),
         )
 
 
@@ -121,6 +129,7 @@ def restore(paths: Sequence[str], model: StageModel, optimizer: StageOptimizer) 
             )
     try:
         model.load_state_dict(state.model)
+        model.attributes.restore(state.attributes)
         optimizer.restore(state)
     except (ConfigError, ValueError, KeyError) as error:
         reason = f"stage {optimizer.stage!r} cannot take over {', '.join(paths)}: {error}"

@@ -226,7 +226,9 @@ def error(outputs: Any, targets: Tensor) -> Tensor:
 
 def job(name: str, num_stages: int, schedule: str) -> str:
     """Return a config that trains a model for three steps, the last on a smaller mini-batch."""
+    scope = 'loss_scope = "micro-batch"' if name == "half frozen" else ""  # it mixes its samples
     return f"""
+{scope}
 steps = 3
 num_microbatches = 3
 schedule = "{schedule}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from rpcmp.errors import ConfigError
 from rpcmp.splitting.exporting import arguments, export, restore
+from rpcmp.splitting.layer import SplitLayer
+from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import rows
 from tests.zoo import unsplit
 
@@ -23,8 +26,8 @@ def test_arguments_are_named_or_numbered() -> None:
 
 
 def test_outputs_are_restored_to_where_they_were() -> None:
-    structure = {"a": 1, "b": [0, None, {"c": 1}]}
-    assert restore(structure, ["x", "y"]) == {"a": "y", "b": ("x", None, {"c": "y"})}
+    structure = {"dict": [["a", 1], [2, {"tuple": [0, None, {"list": [{"is": 0.5}, 1]}]}]]}
+    assert restore(structure, ["x", "y"]) == {"a": "y", 2: ("x", None, [0.5, "y"])}
 
 
 def test_what_cannot_be_exported_is_an_error_with_a_way_out() -> None:
@@ -70,21 +73,48 @@ def test_a_module_is_followed_as_it_runs_unless_that_cannot_be(
     assert not torch.compiler.is_exporting()
 
 
-class Text(torch.nn.Module):
+class Returning(torch.nn.Module):
+    """Returns what a function makes of its input."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.returned = returned
+
     def forward(self, x: Any) -> Any:
-        return x, "text"
+        return self.returned(x + 1)
 
 
-class Notes(torch.nn.Module):
-    def forward(self, x: Any) -> Any:
-        return {"logits": x, "note": "text", "parts": (x,)}
+class Cache:
+    """As those of transformers, which a forward returns beside the logits."""
 
 
-def test_of_a_dict_what_is_no_tensor_is_left_out() -> None:
-    """Such as a cache of transformers, which a forward returns beside the logits."""
-    assert export(Notes(), rows(4, 8), training=True).structure == {"logits": 0, "parts": [1]}
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda x: {"y": x, "scale": 2.5, "kind": "mean", "on": True, "none": None},
+        lambda x: [x, (x, [None, 3])],
+        lambda x: {0: x, "length": x.shape[1]},
+        lambda x: {"y": x, "width": x.unflatten(1, (4, -1)).shape[1]},
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_module_returns_keeps_its_form_its_numbers_and_its_texts(
+    returned: Any, training: bool
+) -> None:
+    module = Returning(returned).train(training)
+    layer = SplitLayer(split_module(module, torch.ones(3, 8)), 0, {}).train(training)
+    for shape in ((3, 8), (5, 8), (5, 12)):
+        assert str(layer(torch.ones(shape))) == str(module(torch.ones(shape)))
+
+
+def test_a_cache_is_left_out_of_a_dict() -> None:
+    module = Returning(lambda x: UserDict(y=x, cache=Cache()))
+    structure = export(module, rows(4, 8), training=True).structure
+    assert structure == {"dict": [["y", 0]]}
 
 
 def test_a_module_that_returns_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the module returns str: it has to return tensors, or"):
-        export(Text(), rows(4, 8), training=True)
+    with pytest.raises(ConfigError, match="the module returns Cache: it has to return tensors, nu"):
+        export(Returning(lambda x: (x, Cache())), rows(4, 8), training=True)
+    with pytest.raises(ConfigError, match="returns a dict with tuple as a key"):
+        export(Returning(lambda x: {(1, 2): x}), rows(4, 8), training=True)

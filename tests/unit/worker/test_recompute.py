@@ -16,7 +16,8 @@ from rpcmp.pipelining import random_streams
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Copies
-from rpcmp.worker.recompute import Buffers, Replay
+from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 
@@ -82,13 +83,14 @@ def seeded(module: nn.Module, number: int) -> Forward:
 def begun(
     compute: Forward,
     received: Tensor,
-    buffers: Buffers | None = None,
+    changing: ForwardState | None = None,
     splitter: Splitter | None = None,
 ) -> tuple[Replay, WeightGradients, Any]:
     """Run a first forward; return the micro-batch, its weight gradients and its outputs."""
     splitter = splitter or Splitter()
     weights = splitter.next_microbatch()
-    made = Replay(compute, [StageOutputs(received)], CPU, buffers or Buffers([]), splitter, weights)
+    changing = changing or ForwardState([])
+    made = Replay(compute, [StageOutputs(received)], CPU, changing, splitter, weights)
     return made, weights, made.forward()
 
 
@@ -116,9 +118,9 @@ def kept(module: nn.Module) -> dict[str, Tensor]:
 def test_recompute_changes_no_gradients_or_buffers(splits: bool) -> None:
     module, received = model(), micro_batches()
     expected = kept(copy.deepcopy(module))
-    buffers, splitter = Buffers(module.modules()), Splitter()
+    changing, splitter = ForwardState([("", module)]), Splitter()
     replays = [
-        begun(seeded(module, number), tensor, buffers, splitter)
+        begun(seeded(module, number), tensor, changing, splitter)
         for number, tensor in enumerate(received)
     ]
     for tensor, (replay, weights, _) in zip(received, replays, strict=True):
@@ -166,9 +168,9 @@ def test_no_activation_is_kept_between_forward_and_backward(recomputes: bool) ->
 def test_only_buffers_that_a_forward_changes_are_copied() -> None:
     module = model()
     module.register_buffer("mask", torch.ones(1000))
-    buffers = Buffers(module.modules())
-    begun(seeded(module, 0), micro_batches()[0], buffers)
-    assert [copy.name for copy in buffers.copy()] == [
+    changing = ForwardState([("", module)])
+    begun(seeded(module, 0), micro_batches()[0], changing)
+    assert [copy.place.key for copy in changing.copy()] == [
         *("mean", "last"),
         *("running_mean", "running_var", "num_batches_tracked"),
     ]
@@ -185,8 +187,8 @@ def test_buffers_are_restored_after_a_failed_second_forward() -> None:
             raise ValueError("planted")
         return outputs
 
-    buffers = Buffers(module.modules())
-    first, second = (begun(compute, tensor, buffers)[0] for tensor in micro_batches()[:2])
+    changing = ForwardState([("", module)])
+    first, second = (begun(compute, tensor, changing)[0] for tensor in micro_batches()[:2])
     after = copy.deepcopy(dict(module.named_buffers()))
     with pytest.raises(ValueError, match="planted"):
         first.backward([torch.ones(SAMPLES, FEATURES)])

@@ -1,0 +1,206 @@
+"""What a module's forward does besides computing, which no graph of its operations has.
+
+    hooks of gradients, autograd.Functions      torch.export follows the forward alone
+    random numbers of Python and numpy          drawn once, while the module is exported
+    numbers in attributes and globals           read once, and never changed again
+
+`observed` runs an eager forward and notes all of these, each with the place in the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy.random
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+TORCH = Path(torch.__file__).parent
+OWN_FIELDS = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, buffers, hooks, its mode."""
+
+MAX_DEPTH, MAX_ITEMS = 4, 1000
+"""How far into attributes a state is followed."""
+
+CHECKPOINT = "CheckpointFunction"
+"""The Function of `torch.utils.checkpoint.checkpoint` with use_reentrant=True."""
+
+
+@dataclass
+class SideEffects:
+    """What was seen.
+
+    Attributes:
+        functions: names and places of autograd.Functions that ran.
+        hooks: places at which a forward has put a hook on a tensor.
+        has_checkpoints: whether activations were checkpointed in the reentrant way.
+        changed: names of attributes and globals that a forward has changed, and of generators that
+            it has drawn from, by what they hold: "number", "tensor" or "generator".
+    """
+
+    functions: list[str] = field(default_factory=list)
+    hooks: list[str] = field(default_factory=list)
+    has_checkpoints: bool = False
+    changed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: SideEffects) -> None:
+        """Note what another forward has done as well."""
+        self.functions = [*dict.fromkeys([*self.functions, *other.functions])]
+        self.hooks = [*dict.fromkeys([*self.hooks, *other.hooks])]
+        self.has_checkpoints |= other.has_checkpoints
+        self.changed |= other.changed
+
+
+@contextlib.contextmanager
+def observed(module: nn.Module) -> Iterator[SideEffects]:
+    """Note what the forward of a module does besides computing, in this block."""
+    seen = SideEffects()
+    before = _state(module)
+    apply = vars(Function)["apply"]
+
+    def applied(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if kind.__name__ == CHECKPOINT and kind.__module__ == "torch.utils.checkpoint":
+            seen.has_checkpoints = True
+        elif kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
+            seen.add(SideEffects(functions=[f"{kind.__qualname__} ({_place_of(kind)})"]))
+        return apply.__get__(None, kind)(*args, **kwargs)
+
+    setattr(Function, "apply", classmethod(applied))  # noqa: B010
+    try:
+        with _noted_hooks(seen):
+            yield seen
+    finally:
+        setattr(Function, "apply", apply)  # noqa: B010
+    after = _state(module)
+    for name, (kind, value) in after.items():
+        if name in before and before[name][1] != value:
+            seen.changed[name] = kind
+
+
+def backward_hooks(module: nn.Module) -> list[str]:
+    """Return which submodules have hooks that see or change gradients."""
+    return [
+        f"{name or 'the module'} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if part._backward_hooks or part._backward_pre_hooks
+    ]
+
+
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+@contextlib.contextmanager
+def _noted_hooks(seen: SideEffects) -> Iterator[None]:
+    originals = {name: getattr(Tensor, name) for name in HOOKS}
+
+    def noting(register: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, hook: Any) -> Any:
+            if place := _own_line():
+                seen.add(SideEffects(hooks=[place]))
+            return register(tensor, hook)
+
+        return call
+
+    for name, register in originals.items():
+        setattr(Tensor, name, noting(register))
+    try:
+        yield
+    finally:
+        for name, register in originals.items():
+            setattr(Tensor, name, register)
+
+
+def _own_line() -> str:
+    """Return the line that called, "net.py:12"; empty if it is torch's."""
+    caller = traceback.extract_stack(limit=3)[0]
+    path = Path(caller.filename)
+    return "" if TORCH in path.parents else f"{path.name}:{caller.lineno}"
+
+
+def _place_of(kind: type) -> str:
+    try:
+        path, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):  # made by a program
+        return kind.__module__
+    return f"{Path(path or '').name}:{line}"
+
+
+def _state(module: nn.Module) -> dict[str, tuple[str, Any]]:
+    """Return all that a forward may change besides parameters and buffers, by name."""
+    found: dict[str, tuple[str, Any]] = {
+        "Python's random": ("generator", random.getstate()),
+        "numpy.random": ("generator", str(numpy.random.get_state(legacy=False))),
+    }
+    kinds: dict[type, None] = {}
+    for path, part in module.named_modules():
+        own = {key: value for key, value in vars(part).items() if key not in OWN_FIELDS}
+        for key, value in own.items():
+            found[f"{path}.{key}" if path else key] = _value(value, MAX_DEPTH)
+        kinds |= dict.fromkeys(kind for kind in type(part).__mro__ if _is_users(kind))
+    for kind in kinds:
+        for key, value in vars(kind).items():
+            if not key.startswith("__"):
+                found[f"{kind.__name__}.{key}"] = _value(value, 1)
+    for name in dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules):
+        for key, value in vars(sys.modules[name]).items():
+            if not key.startswith("__"):
+                found[f"{name}.{key}"] = _value(value, 2)
+    return found
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is the user's own: those of packages have counters of their own."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if path is None or Path(sysconfig.get_path("stdlib")) in Path(path).parents:
+        return False
+    return not {"site-packages", "dist-packages"} & {*Path(path).parts}
+
+
+def _value(value: Any, depth: int) -> tuple[str, Any]:
+    """Return what kind of state a value is, and something that differs once it has changed."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return "number", value
+        case Tensor():
+            return "tensor", (id(value), value._version)
+        case random.Random():
+            return "generator", value.getstate()
+        case numpy.random.Generator():
+            return "generator", str(value.bit_generator.state)
+        case numpy.random.RandomState():
+            return "generator", str(value.get_state(legacy=False))
+        case torch.Generator():
+            return "tensor", bytes(value.get_state().numpy())
+        case ModuleType():
+            return "number", None
+        case _ if callable(value):  # code, or a module: one of its own, or another's
+            return "number", None
+        case Mapping():
+            return _several(list(value.items())[:MAX_ITEMS], depth)
+        case list() | tuple() | set() | frozenset():
+            return _several(list(value)[:MAX_ITEMS], depth)
+        case _ if hasattr(value, "__next__"):
+            return "number", repr(value)  # of itertools.count, where it is
+        case _ if hasattr(value, "__dict__"):
+            return _several(list(vars(value).items())[:MAX_ITEMS], depth)
+    return "number", None
+
+
+def _several(values: list[Any], depth: int) -> tuple[str, Any]:
+    if not depth:
+        return "number", len(values)
+    parts = [_value(each, depth - 1) for each in values]
+    kinds = [kind for kind, _ in parts]
+    kind = next((each for each in ("generator", "tensor") if each in kinds), "number")
+    return kind, [each for _, each in parts]

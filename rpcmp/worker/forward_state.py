@@ -1,0 +1,297 @@
+"""What the forwards of a stage change besides its parameters: buffers, and attributes of modules.
+
+    training    an evaluation begins: copied      the evaluation ends: put back
+    recompute   before the first forward: copied  put back for the second one, and what came after
+    snapshots   attributes that have changed are kept, as buffers are by a state dict
+
+Attributes are numbers, texts, tensors, and lists, dicts and sets of these, such as a hidden state
+that is carried from mini-batch to mini-batch, or a counter. What is of another class, such as a
+tokenizer, is taken for a constant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.pipelining import pytree
+
+OWN_FIELDS = frozenset(vars(nn.Module()))
+"""Attributes that every module has: its parameters, its hooks, its mode."""
+
+OWN_PREFIX = "_split_"
+"""Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes)
+SEVERAL = (list, tuple, dict, set, deque)
+
+
+class StatePlace(NamedTuple):
+    """Where something lies that a forward may change: `owner[key]`; `name` is for people."""
+
+    name: str
+    owner: dict[str, Any]
+    key: str
+
+    @property
+    def id(self) -> tuple[str, int]:
+        return self.key, id(self.owner)
+
+
+class StateCopy(NamedTuple):
+    """What lay at a place, and a copy of its value; `Missing` if nothing did."""
+
+    place: StatePlace
+    value: Any
+    content: Any
+
+    @property
+    def has_changed(self) -> bool:
+        now = self.place.owner.get(self.place.key, MISSING)
+        return now is not self.value or not _is_same(now, self.content)
+
+    def put_back(self) -> None:
+        owner, key = self.place.owner, self.place.key
+        if self.value is MISSING:
+            owner.pop(key, None)
+        else:
+            owner[key] = _refilled(self.value, self.content)
+
+
+class _Missing:
+    pass
+
+
+MISSING = _Missing()
+
+
+Modules = Sequence[tuple[str, nn.Module]]
+"""Modules with a prefix of their names, such as "encoder."; several may have the same."""
+
+
+class ForwardState:
+    """The buffers and attributes of some modules.
+
+    Args:
+        renormalized: also the embeddings that a forward scales down (`max_norm`).
+
+    Attributes:
+        is_known: whether `learn` was called.
+    """
+
+    def __init__(self, modules: Modules, renormalized: bool = False) -> None:
+        self._parts, self._renormalized = _parts(modules), renormalized
+        self._known: list[StatePlace] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._known is not None
+
+    def copy(self) -> list[StateCopy]:
+        """Return copies of all, or of what is known to change."""
+        places = list(_places(self._parts) if self._known is None else self._known)
+        if self._renormalized:
+            places += [
+                StatePlace(f"{prefix}weight", part._parameters, "weight")
+                for prefix, part in self._parts
+                if getattr(part, "max_norm", None) is not None and "weight" in part._parameters
+            ]
+        return [_copied(place) for place in places]
+
+    def learn(self, before: Sequence[StateCopy]) -> None:
+        """Let later copies be of what has changed since these were made, in place or by another.
+
+        Values are compared: batch normalization does not count versions of its buffers. So large
+        constants, such as masks, are copied only once.
+        """
+        known = {each.place.id for each in before}
+        self._known = [each.place for each in before if each.has_changed]
+        self._known += [place for place in _places(self._parts) if place.id not in known]
+
+
+def put_back(copies: Iterable[StateCopy]) -> None:
+    """Give everything the value that it had when it was copied."""
+    for each in copies:
+        each.put_back()
+
+
+PROBED = 256
+"""Elements of a parameter that are looked at for changes."""
+
+
+class ParameterWatch:
+    """Tells which parameter has changed since it was made, in its version or in some elements.
+
+    The version alone does not show what is done to `parameter.data`.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self._named = dict(named)
+        self._before = {name: _probe(each) for name, each in self._named.items()}
+
+    def changed(self) -> str:
+        """Return the name of the first that has changed; empty if none has."""
+        for name, (version, elements) in self._before.items():
+            now, now_elements = _probe(self._named[name])
+            if now != version or not _is_same(now_elements, elements):
+                return name
+        return ""
+
+
+def _probe(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    step = max(1, parameter.numel() // PROBED)
+    return parameter._version, parameter.detach().reshape(-1)[::step].clone()
+
+
+LOOKS = 3
+"""Snapshots that look at all attributes; later ones at those that have changed until then."""
+
+
+class ChangedAttributes:
+    """What was changed since a stage was built of attributes and of buffers without a state dict.
+
+    Args:
+        device: of the stage.
+    """
+
+    def __init__(self, modules: Modules, device: torch.device) -> None:
+        self._parts, self._device = _parts(modules), device
+        stored = {prefix + name for prefix, module in modules for name in module.state_dict()}
+        self._first = {
+            place.id: _copied(place) for place in _places(self._parts) if place.name not in stored
+        }
+        self._stored = stored
+        self._changed: dict[tuple[str, int], StatePlace] = {}
+        self._looks = 0
+
+    def read(self) -> dict[str, Any]:
+        """Return what has changed, by name: trees of tensors, numbers and texts.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if self._looks < LOOKS:
+            self._looks += 1
+            for place in _places(self._parts):
+                first = self._first.get(place.id)
+                if place.name not in self._stored and (first is None or first.has_changed):
+                    self._changed[place.id] = place
+        found = {}
+        for place in self._changed.values():
+            value = place.owner.get(place.key)
+            if not _is_storable(value):
+                raise ConfigError(
+                    f"the forward changes the attribute {place.name!r}, {pytree.describe(value)}, "
+                    "which no snapshot can hold: keep tensors, numbers and texts there, lists and "
+                    "dicts of them, or train without recovery (recovery.enabled = false, without "
+                    "[checkpoint])"
+                )
+            found[place.name] = pytree.map_tensors(Tensor.detach, value)
+        return found
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Put back what `read` has returned, as far as it is of these modules."""
+        for prefix, part in self._parts:
+            for name, value in values.items():
+                own = name.removeprefix(prefix)
+                if not name.startswith(prefix) or "." in own:
+                    continue
+                owner = part._buffers if own in part._buffers else vars(part)
+                place = StatePlace(name, owner, own)
+                self._changed[place.id] = place
+                owner[own] = pytree.map_tensors(lambda each: each.to(self._device), value)
+
+
+def _parts(modules: Modules) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"{prefix}{path}." if path else prefix, part)
+        for prefix, module in modules
+        for path, part in module.named_modules()
+    ]
+
+
+def _places(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[StatePlace]:
+    for prefix, part in parts:
+        for name in part._buffers:
+            yield StatePlace(prefix + name, part._buffers, name)
+        for name, value in vars(part).items():
+            if name not in OWN_FIELDS and not name.startswith(OWN_PREFIX) and _is_plain(value):
+                yield StatePlace(prefix + name, vars(part), name)
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, (*ATOMS, Tensor)):
+        return not isinstance(value, nn.Parameter)
+    if type(value) not in SEVERAL or not depth:
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return all(_is_plain(each, depth - 1) for each in inner)
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_storable(v) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_storable, value))
+    return isinstance(value, Tensor | bool | int | float | str | None)
+
+
+def _copied(place: StatePlace) -> StateCopy:
+    value = place.owner.get(place.key, MISSING)
+    return StateCopy(place, value, _content(value))
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: (each, _content(each)) for key, each in value.items()}
+    if isinstance(value, SEVERAL):
+        return [(each, _content(each)) for each in value]
+    return value
+
+
+def _is_same(value: Any, content: Any) -> bool:
+    if isinstance(value, Tensor):
+        if not isinstance(content, Tensor) or value.shape != content.shape:
+            return False
+        return torch.equal(value.detach().nan_to_num(), content.nan_to_num())
+    if isinstance(value, dict):
+        return list(value) == list(content) and all(
+            _is_same(value[key], inner) for key, (_, inner) in content.items()
+        )
+    if isinstance(value, SEVERAL):
+        return len(value) == len(content) and all(
+            now is then and _is_same(now, inner)
+            for now, (then, inner) in zip(value, content, strict=True)
+        )
+    return bool(value == content) or value != value
+
+
+def _refilled(value: Any, content: Any) -> Any:
+    """Return an object with its former content."""
+    if isinstance(value, Tensor):
+        if not _is_same(value, content):
+            with torch.no_grad():
+                value.detach().copy_(content)
+        return value
+    if isinstance(value, dict):
+        items = {key: _refilled(*pair) for key, pair in content.items()}
+        value.clear()
+        value.update(items)
+    elif isinstance(value, tuple):
+        for pair in content:
+            _refilled(*pair)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(each for each, _ in content)
+    elif isinstance(value, list | deque):
+        several = [_refilled(*pair) for pair in content]
+        value.clear()
+        value.extend(several)
+    return value

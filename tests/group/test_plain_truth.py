@@ -1,0 +1,189 @@
+"""A run trains what plain PyTorch would over whole mini-batches, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+from rpcmp.config import importing, loader
+from rpcmp.config.schema import Config
+from rpcmp.driver.module_cut import cut_module
+from rpcmp.errors import ConfigError, JobError
+from tests.support import plain
+from tests.support.localgroup import local_group
+from tests.support.processes import JobFolder
+from tests.zoo import surprises
+
+JOB = """
+steps = 3
+num_microbatches = 4
+loss = "torch.nn:MSELoss"
+optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.05 } }
+[model]
+num_stages = 2
+[data]
+train = "tests.zoo.surprises:pairs"
+batch_size = 8
+shuffle = false
+"""
+
+MODULE = 'model.module="tests.zoo.surprises:Net"'
+
+
+def configured(job: JobFolder, *overrides: str) -> Config:
+    config = loader.load_config(job.config(JOB), overrides)
+    return config.with_cut(cut_module(config)) if config.is_to_be_cut else config
+
+
+def truth(config: Config, net: nn.Module, evaluated: Sequence[Any] = ()) -> list[float]:
+    assert config.data is not None
+    data = importing.create(config.data.train, "data.train")
+    loss = importing.load_function(config.loss, "loss")
+    return plain.train(net, loss, plain.mini_batches(data), evaluated=evaluated)
+
+
+def require_plain(config: Config, net: nn.Module) -> None:
+    """Check a run's losses and what it has trained against a plain loop's."""
+    expected = truth(config, net)
+    with local_group(config) as local:
+        trained = local.train()
+    assert plain.close(trained.losses, expected)
+    assert plain.furthest(trained.state, net) < 1e-9
+
+
+def whole(layers: list[tuple[str, Callable[[], nn.Module]]]) -> nn.Module:
+    net = nn.Sequential()
+    for name, make in layers:
+        net.add_module(name, make())
+    return net
+
+
+@pytest.mark.parametrize("kind", ["", "swish", "cache", "hook of a parameter"])
+def test_a_module_is_trained_as_it_is(job: JobFolder, kind: str) -> None:
+    config = configured(job, MODULE, f'model.kwargs={{ kind = "{kind}" }}')
+    require_plain(config, surprises.Net(kind))
+
+
+@pytest.mark.parametrize("returns", ["dict", "list"])
+def test_a_loss_reads_numbers_texts_and_lists_of_what_a_module_returns(
+    job: JobFolder, returns: str
+) -> None:
+    loss = 'loss="tests.zoo.surprises:by_form"'
+    config = configured(job, MODULE, f'model.kwargs={{ returns = "{returns}" }}', loss)
+    require_plain(config, surprises.Net(returns=returns))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            "scaled",
+            r"gradient of 'blocks.0.inner.bias' is .* lost in a cut: Scaled \(surp",
+        ),
+        ("clipped", r"lost in a cut: Clipped \(surprises.py:"),
+        ("pulling", r"lost in a cut: Pulling \(surprises.py:"),
+        ("hook of a module", r"hooks of gradients, which its layers lose: blocks.1 \(Block\)"),
+        ("hook of a tensor", r"puts hooks on tensors, which its layers lose: surprises.py:"),
+        ("hook after sums", r"in two micro-batches than for all of them together: the gradient of"),
+        ("mixing", r"in two micro-batches than for all of them together: "),
+        ("random", "draws from Python's random"),
+        ("numpy", "draws from numpy.random"),
+        ("generator", "draws from blocks.1.noise"),
+        ("counter", r"changes blocks.1.calls in each forward"),
+        ("late counter", r"changes blocks.1.calls in each forward"),
+        ("global counter", r"changes tests.zoo.surprises.CALLS in each forward"),
+        ("reentrant", r"use_reentrant=True: set use_reentrant=False"),
+    ],
+)
+def test_what_a_cut_would_lose_is_refused_by_name(job: JobFolder, kind: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        configured(job, MODULE, f'model.kwargs={{ kind = "{kind}" }}')
+
+
+@pytest.mark.parametrize("kind", ["hook after sums", "mixing"])
+def test_one_micro_batch_or_a_word_of_the_user_lets_pass_what_depends_on_them(
+    job: JobFolder, kind: str
+) -> None:
+    kwargs = f'model.kwargs={{ kind = "{kind}" }}'
+    configured(job, MODULE, kwargs, 'loss_scope="micro-batch"')
+    require_plain(configured(job, MODULE, kwargs, "num_microbatches=1"), surprises.Net(kind))
+
+
+@pytest.mark.parametrize("recompute", ["", "stages=[{ recompute = true }, {}]"])
+@pytest.mark.parametrize("kind", ["attribute", "list", "buffer", "unstored buffer"])
+def test_what_forwards_carry_on_survives_evaluations_and_is_not_carried_twice(
+    job: JobFolder, kind: str, recompute: str
+) -> None:
+    layers = ['model.layers="tests.zoo.surprises:carrying"', f'model.kwargs={{ kind = "{kind}" }}']
+    config = configured(job, *layers, "num_microbatches=1", *filter(None, [recompute]))
+    expected = truth(config, whole(surprises.carrying(kind)))
+    more = ["evaluate_every_steps=1", 'data.test="tests.zoo.surprises:pairs"']
+    evaluated = configured(job, *layers, "num_microbatches=1", *more, *filter(None, [recompute]))
+    with local_group(evaluated) as local:
+        trained = local.train(evaluate=True)
+        assert len(local.of("eval")) == plain.STEPS
+    assert plain.close(trained.losses, expected)
+
+
+def test_a_loss_is_trained_with_the_model(job: JobFolder) -> None:
+    config = configured(
+        job,
+        'model.layers="tests.zoo.surprises:embeddings"',
+        'loss="tests.zoo.surprises:Prototypes"',
+        'data.train="tests.zoo.surprises:classes"',
+    )
+    net, loss = whole(surprises.embeddings()), surprises.Prototypes()
+    expected = plain.train(net, loss, plain.mini_batches(surprises.classes()))
+    with local_group(config) as local:
+        trained = local.train()
+    assert plain.close(trained.losses, expected)
+    assert plain.furthest(trained.state, net) < 1e-9
+    assert float((trained.state["loss.weight"] - loss.weight).abs().max()) < 1e-9
+
+
+def test_a_loss_that_hides_its_parameters_is_refused(job: JobFolder) -> None:
+    config = configured(
+        job,
+        'model.layers="tests.zoo.surprises:embeddings"',
+        'loss="tests.zoo.surprises:Holder"',
+        'data.train="tests.zoo.surprises:classes"',
+    )
+    with pytest.raises(JobError, match="has parameters, and is no nn"), local_group(config):
+        pass
+
+
+@pytest.mark.parametrize("loss", ["contrast", "ratio"])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_an_objective_that_depends_on_the_micro_batches_is_refused(
+    job: JobFolder, loss: str, count: int
+) -> None:
+    layers = 'model.layers="tests.zoo.surprises:towers"'
+    own = f'loss="tests.zoo.surprises:{loss}"'
+    config = configured(job, layers, own, f"num_microbatches={count}")
+    if count == 1:
+        require_plain(config, whole(surprises.towers()))
+        return
+    with local_group(config) as local:
+        with pytest.raises(JobError, match=f"surprises:{loss}' depends on how a mini-batch is cut"):
+            local.train()
+        assert not local.of("step")
+    meant = configured(job, layers, own, f"num_microbatches={count}", 'loss_scope="micro-batch"')
+    with local_group(meant) as local:
+        assert len(local.train().losses) == plain.STEPS
+
+
+def test_a_loss_without_a_gradient_is_an_error(job: JobFolder) -> None:
+    config = configured(job, 'model.layers="tests.zoo.surprises:detached"', "model.num_stages=3")
+    with local_group(config) as local, pytest.raises(JobError, match="does not depend on anything"):
+        local.train()
+
+
+def test_recompute_refuses_a_forward_that_changes_parameters(job: JobFolder) -> None:
+    layers = 'model.layers="tests.zoo.surprises:averaged"'
+    config = configured(job, layers, "stages=[{ recompute = true }, {}]")
+    with local_group(config) as local, pytest.raises(JobError, match=r"parameter 'first\.teacher"):
+        local.train()
+    require_plain(configured(job, layers, "num_microbatches=1"), whole(surprises.averaged()))

@@ -1,0 +1,311 @@
+"""Models, losses and data that other libraries train as something else without a word; float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, TensorDataset
+
+
+def filled(module: nn.Module, seed: int = 1) -> nn.Module:
+    """Give a module double parameters of its own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    module.double()
+    for each in module.parameters():
+        drawn = torch.randn(each.shape, generator=generator, dtype=torch.float64)
+        each.data.copy_(drawn * 0.5)
+    return module
+
+
+def pairs(samples: int = 32) -> Dataset[Any]:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return TensorDataset(x, x[:, :1] * x[:, 1:2])
+
+
+def classes(samples: int = 32) -> Dataset[Any]:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+
+
+class Scaled(Function):
+    """A tenth of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.1
+
+
+class Clipped(Function):
+    """A gradient that may not be too large, which few are at first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-50, 50)
+
+
+class Pulling(Function):
+    """Adds the gradient of a small loss of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        pulled: Tensor = gradient + 1e-9 * x
+        return pulled
+
+
+class Swish(Function):
+    """x * sigmoid(x) that keeps no sigmoid: a derivative like any other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        swished: Tensor = x * x.sigmoid()
+        return swished
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = x.sigmoid()
+        derived: Tensor = gradient * (sigmoid * (1 + x * (1 - sigmoid)))
+        return derived
+
+
+CALLS = [0]
+"""How often a forward has run, for all the process to see."""
+
+
+def halved(module: nn.Module, given: Any, got: Any) -> Any:
+    return tuple(gradient * 0.5 for gradient in given)
+
+
+class Block(nn.Module):
+    """One of four; `kind` says what the second does besides."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.kind = kind
+        self.calls = 0
+        self.noise = np.random.default_rng(3)
+        if kind == "hook of a module":
+            self.register_full_backward_hook(halved)
+        if kind == "hook after sums":
+            self.inner.weight.register_post_accumulate_grad_hook(_halve)
+        if kind == "hook of a parameter":
+            self.inner.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in FUNCTIONS:
+            x = FUNCTIONS[self.kind].apply(x)
+        if self.kind == "hook of a tensor" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
+        if self.kind == "random" and random.random() < 0.5:
+            return x
+        if self.kind == "numpy" and np.random.rand() < 0.5:
+            return x
+        if self.kind == "generator" and self.noise.random() < 0.5:
+            return x
+        if self.kind == "counter":
+            self.calls += 1
+            x = x * min(1.0, self.calls / 1000)
+        if self.kind == "late counter":
+            self.calls += 1
+            x = x if self.calls < 100 else x * 0.5
+        if self.kind == "global counter":
+            CALLS[0] += 1
+            x = x if CALLS[0] < 100 else x * 0.5
+        if self.kind == "cache" and not self.calls:
+            self.calls = 1  # as a table that is computed once
+        if self.kind == "reentrant":
+            result: Tensor = checkpoint(self._step, x, use_reentrant=True)
+            return result
+        return self._step(x)
+
+    def _step(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x).tanh()
+        return result
+
+
+FUNCTIONS = {"scaled": Scaled, "clipped": Clipped, "pulling": Pulling, "swish": Swish}
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Net(nn.Module):
+    """A module that is cut; `returns` says in which form it gives what it computes."""
+
+    def __init__(self, kind: str = "", returns: str = "") -> None:
+        super().__init__()
+        self.kind, self.returns = kind, returns
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block(kind if n == 1 else "") for n in range(4))
+        self.head = nn.Linear(8, 1)
+        filled(self)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        if self.kind == "mixing":
+            x = x - x.mean(0)
+        for block in self.blocks:
+            x = block(x)
+        y = self.head(x)
+        if self.returns == "dict":
+            return {"y": y, "scale": 2.5, "power": 2 if self.training else 1}
+        if self.returns == "list":
+            return [y, "square"]
+        return y
+
+
+def by_form(outputs: Any, targets: Tensor) -> Tensor:
+    """A loss that reads the numbers and the form of what the module returns."""
+    if isinstance(outputs, dict):
+        error = (outputs["y"] - targets).abs() ** outputs.get("power", 1)
+        scaled: Tensor = outputs.get("scale", 1.0) * error.mean()
+        return scaled
+    is_square = isinstance(outputs, list) and outputs[1] == "square"
+    found: Tensor = ((outputs[0] - targets) ** (2 if is_square else 1)).mean()
+    return found
+
+
+class Prototypes(nn.Module):
+    """A loss that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 8))
+        filled(self, 2)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs @ self.weight.T, targets)
+
+
+class Holder:
+    """A loss with a module that nobody sees."""
+
+    def __init__(self) -> None:
+        self.inner = Prototypes()
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.inner(outputs, targets)
+        return loss
+
+
+class Carrying(nn.Module):
+    """Adds what it kept of the mini-batch before, in an attribute or a buffer."""
+
+    kept: Tensor
+    aside: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.kind = kind
+        self.before: Any = None if kind == "attribute" else [torch.zeros(8, dtype=torch.float64)]
+        self.register_buffer("kept", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("aside", torch.zeros(8, dtype=torch.float64), persistent=False)
+        filled(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        new = y.detach().mean(0)
+        if self.kind == "attribute":
+            y = y if self.before is None else y + self.before
+            self.before = new
+        elif self.kind == "list":
+            y = y + self.before[-1]
+            self.before.append(new)
+        elif self.kind == "buffer":
+            y = y + self.kept
+            self.kept.copy_(new)
+        elif self.kind == "unstored buffer":
+            y = y + self.aside
+            self.aside = new
+        return y
+
+
+def carrying(kind: str) -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: Carrying(kind)),
+        ("middle", lambda: filled(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 2)),
+        ("head", lambda: filled(nn.Linear(8, 1), 3)),
+    ]
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 1
+
+
+class Averaged(nn.Module):
+    """Follows its own weight by an average, in a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.teacher = nn.Linear(4, 8), nn.Linear(4, 8)
+        filled(self)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.teacher.weight.data.lerp_(self.inner.weight.data, 0.5)
+        result: Tensor = self.inner(x) + self.teacher(x)
+        return result
+
+
+def averaged() -> list[tuple[str, Any]]:
+    return [("first", Averaged), ("head", lambda: filled(nn.Linear(8, 1), 3))]
+
+
+def detached() -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: filled(nn.Linear(4, 8))),
+        ("head", lambda: filled(nn.Linear(8, 1), 3)),
+        ("cut", Detached),
+    ]
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    """In-batch negatives."""
+    normed = nn.functional.normalize(outputs, dim=1)
+    return nn.functional.cross_entropy(normed @ normed.T / 0.1, torch.arange(len(outputs)))
+
+
+def ratio(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A ratio of sums, as Dice."""
+    return (outputs - targets).square().sum() / (1 + targets.abs().sum())
+
+
+def embeddings() -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: filled(nn.Sequential(nn.Linear(4, 8), nn.Tanh()))),
+        ("head", lambda: filled(nn.Linear(8, 8), 3)),
+    ]
+
+
+def towers() -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: filled(nn.Sequential(nn.Linear(4, 8), nn.Tanh()))),
+        ("head", lambda: filled(nn.Linear(8, 1), 3)),
+    ]
