@@ -24,7 +24,9 @@ IGNORED = -100
 """The label of a token that no loss counts; torch's and transformers' default."""
 
 
-def causal_lm(outputs: Any, targets: Any, ignore_index: int = IGNORED) -> Tensor:
+def causal_lm(
+    outputs: Any, targets: Any, ignore_index: int = IGNORED, aux_weight: float | None = None
+) -> Tensor:
     """Mean cross entropy of each next token, as transformers' `ForCausalLMLoss`.
 
     Args:
@@ -32,12 +34,24 @@ def causal_lm(outputs: Any, targets: Any, ignore_index: int = IGNORED) -> Tensor
             "logits"; they are compared as float32.
         targets: the tokens themselves, int64 of shape (samples, length), or a dict with them as
             "labels". Those equal to `ignore_index` are not learnt.
+        aux_weight: of the "aux_loss" that a mixture of experts returns, which transformers adds
+            with its config's `router_aux_loss_coef`; 0: it is left out.
 
     Returns:
         A float32 scalar; weighted by `next_tokens`.
+
+    Raises:
+        ValueError: there is an "aux_loss", and no `aux_weight`.
     """
+    aux = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+    if isinstance(aux, Tensor) and aux_weight is None:
+        raise ValueError(
+            "the model returns an aux_loss, which transformers adds to the loss: give causal_lm a "
+            "weight for it, such as kwargs = { aux_weight = 0.001 } (router_aux_loss_coef), or 0"
+        )
     following = pad(_part(targets, "labels"), (0, 1), value=ignore_index)[..., 1:]
-    return _cross_entropy(outputs, following, ignore_index)
+    loss = _cross_entropy(outputs, following, ignore_index)
+    return loss + aux_weight * aux if aux_weight and isinstance(aux, Tensor) else loss
 
 
 def masked_lm(outputs: Any, targets: Any, ignore_index: int = IGNORED) -> Tensor:

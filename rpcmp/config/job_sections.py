@@ -309,7 +309,7 @@ class JobSettings(Strict):
     )
     """The optimizer; each stage has one of its own."""
     scheduler: FactoryOrName | None = None
-    """Learning-rate scheduler."""
+    """Learning-rate scheduler; ReduceLROnPlateau watches the mean training loss."""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """When the scheduler steps."""
     metrics: dict[str, FactoryOrName] = Field(default_factory=dict)

@@ -79,7 +79,8 @@ class Config(JobSettings):
         implied = WEIGHS.get(self.loss.callable)
         if self.loss_weight is not None or implied is None:
             return self.loss_weight
-        return Factory(callable=implied, kwargs=self.loss.kwargs)
+        kwargs = {key: value for key, value in self.loss.kwargs.items() if key == "ignore_index"}
+        return Factory(callable=implied, kwargs=kwargs)
 
     @property
     def num_full_microbatches(self) -> int:

@@ -117,15 +117,40 @@ class Batches:
 class Collate:
     """Makes a mini-batch of samples; pickled for a loader process as the config's name for it.
 
+    The config's own is tried on one sample fewer as well: what keeps its first size then is not cut
+    along the samples, such as a sequence before the batch, or weights of classes.
+
     Args:
         source: the config's own function; None: torch's.
     """
 
     def __init__(self, source: Factory | None) -> None:
         self._source = source
+        self._is_tried = source is None
 
     def __call__(self, samples: Any) -> Any:
-        return self._function(samples)
+        made = self._function(samples)
+        if not self._is_tried and len(samples) > 1:
+            self._is_tried = True
+            self._try(made, samples[:-1])
+        return made
+
+    def _try(self, made: Any, fewer: Any) -> None:
+        assert self._source is not None
+        try:
+            with random_streams.kept():
+                tried = self._function(fewer)
+        except Exception:  # it has changed the samples, or needs as many
+            return
+        for (path, one), (_, other) in zip(*map(_leaves, (made, tried)), strict=False):
+            if one.shape[:1] == other.shape[:1]:
+                where = ".".join(map(str, path))
+                raise ConfigError(
+                    f"data.collate = {self._source.callable!r} returns a tensor {list(one.shape)} "
+                    f"({where or 'its only one'}) whose first dimension does not count the "
+                    "samples, along which micro-batches are cut: put the samples first, as in "
+                    "batch_first = True, and leave out what belongs to no sample"
+                )
 
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
@@ -161,6 +186,11 @@ class Samples(Dataset[Any]):
         if loaded.num_samples != len(key[2]):
             raise ConfigError(f"{len(key[2])} samples made a mini-batch of {loaded.num_samples}")
         return loaded
+
+
+def _leaves(batch: Any) -> list[tuple[pytree.Path, torch.Tensor]]:
+    pairs = pytree.leaves_with_path(pytree.plain(batch))
+    return [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
 
 
 def map_batches(

@@ -125,7 +125,7 @@ class Rounds:
 
         return RoundHandle(header, answer)
 
-    def forward(self, mode: Mode, batch: Batch, step: int) -> RoundHandle:
+    def forward(self, mode: Mode, batch: Batch, step: int, count: int | None = None) -> RoundHandle:
         """Start a round without backwards, several bundles at once.
 
         If one fails, its error is the answer, without waiting for the others.
@@ -133,8 +133,9 @@ class Rounds:
         Args:
             mode: EVALUATE or PREDICT.
             step: the optimizer step that the round follows.
+            count: the number of micro-batches; None: the config's.
         """
-        header = self._new_round(mode, step, batch)
+        header = self._new_round(mode, step, batch, count)
         idle = self._notify_idle(header)
         answers = [self._threads.submit(self._forward, bundle) for bundle in header.bundles()]
 
@@ -184,9 +185,11 @@ class Rounds:
     def close(self) -> None:
         self._threads.shutdown()
 
-    def _new_round(self, mode: Mode, step: int, batch: Batch) -> RoundHeader:
+    def _new_round(
+        self, mode: Mode, step: int, batch: Batch, count: int | None = None
+    ) -> RoundHeader:
         """Number a new round, and serve its slices to the stages."""
-        count = self.count(batch.num_samples, mode is Mode.TRAIN)
+        count = count or self.count(batch.num_samples, mode is Mode.TRAIN)
         # A mini-batch that cannot be cut or weighed takes no number, which stages would miss.
         sliced = self._cut(batch, mode, step, count) if isinstance(batch, Loaded) else None
         self._last += 1

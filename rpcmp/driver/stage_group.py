@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.data.batches import Loaded, too_few_samples
-from rpcmp.driver import worker_refs
+from rpcmp.driver import sample_check, worker_refs
 from rpcmp.driver.distributed_optimizer import DistributedOptimizer
 from rpcmp.driver.evaluation import Evaluation, Metrics, mean
 from rpcmp.driver.loss_scaler import LossScaler
@@ -67,12 +67,21 @@ class StageGroup:
             self._rounds.abort,
             None if config.loss_scaling is None else LossScaler(config.loss_scaling),
         )
-        self._unsummed = 0
+        self._unsummed, self._is_checked = 0, False
         self._sync_initial_state()
         self._needed: dict[str, int] = {}
         if config.data is None or config.data.min_microbatch is None:
             self._needed = self.workers.on_firsts(Stage.smallest_microbatch)
             self._rounds.smallest = max(self._needed.values())
+
+    def _require_independent(self, batch: Loaded) -> None:
+        """Check the samples of the first mini-batch, once; see `sample_check`."""
+        config, count = self._config, self._rounds.count(batch.num_samples, True)
+        if config.loss_scope is None and config.cut is None and count > 1 and not self._is_checked:
+            sample_check.require_independent(
+                config, batch, lambda inputs, count: self._predictions(inputs, 0, count)
+            )
+        self._is_checked = True
 
     def require_enough(self, samples: int) -> None:
         """Check that the run's smallest mini-batch, of `samples`, makes a micro-batch."""
@@ -129,6 +138,8 @@ class StageGroup:
             version: the number of the snapshot that they take then; 0: none.
             save: whether that snapshot goes to their disks.
         """
+        if step == 1 and isinstance(batch, Loaded):
+            self._require_independent(batch)
         started = self._rounds.train(batch, step, after, version, save)
         self._unsummed = started.number if after is AfterRound.NOTHING else 0
         return started
@@ -216,9 +227,13 @@ class StageGroup:
 
     def predict(self, inputs: Any, step: int) -> Any:
         """Return the last stage's outputs for `inputs`, joined again along the first dimension."""
-        started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step)
+        return microbatches.join(self._predictions(inputs, step))
+
+    def _predictions(self, inputs: Any, step: int, count: int | None = None) -> list[Any]:
+        """Return the outputs of each micro-batch, of `count` of them."""
+        started = self._rounds.forward(Mode.PREDICT, Loaded(inputs), step, count)
         outputs: list[StageOutputs] = self._rounds.finish(started)
-        return microbatches.join([output.value for output in outputs])
+        return [output.value for output in outputs]
 
     def parameters_sha256(self) -> str:
         """Return the hash of `rpcmp.rpc.tensors` over the unsplit model.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.pytree import describe, leaves, leaves_with_path, map_leaves, map_tensors
+from rpcmp.pipelining.pytree import describe, leaves_with_path, map_leaves, map_tensors
 
 NEEDS_TWO = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -98,14 +98,34 @@ def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
 
 
 def join(parts: list[Any]) -> Any:
-    """Concatenate trees of equal structure, tensor by tensor; the inverse of `split`."""
-    columns = zip(*(leaves(part) for part in parts), strict=True)
+    """Concatenate trees of equal structure, tensor by tensor; the inverse of `split`.
+
+    Raises:
+        ConfigError: micro-batches have numbers that differ, and no dimension of samples.
+    """
+    columns = zip(*(leaves_with_path(part) for part in parts), strict=True)
 
     def joined(leaf: Any) -> Any:
         column = next(columns)
-        return torch.cat(column) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        values = [value for _, value in column]
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return torch.cat(values)
+        if any(not _is_same(value, leaf) for value in values):
+            name = ".".join(map(str, column[0][0])) or "the output"
+            raise ConfigError(
+                f"{name} has no dimension of samples, and each of {len(parts)} micro-batches has "
+                "another: leave it out of what the model returns in evaluation, or set "
+                "num_microbatches = 1"
+            )
+        return leaf
 
     return map_leaves(joined, parts[0])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other) or bool((one != one).all() and (other != other).all())
+    return bool(one == other)
 
 
 def cut(batch: Any, num_microbatches: int, microbatch: int) -> Any:

@@ -13,8 +13,10 @@ from it, so these do not change a run's bits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 
 import numpy.random  # torch loads numpy, but this of it not before it is used: then in every fork
 import torch
@@ -31,6 +33,18 @@ def derive_seed(*parts: int | str) -> int:
 def seed_all(*parts: int | str) -> None:
     """Seed every generator that a model may draw from: torch's, Python's and numpy's."""
     seed_plainly(derive_seed(*parts))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Leave the generators of this process as they were before this block."""
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def seed_plainly(seed: int) -> None:

@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.config import importing
 from rpcmp.config.types import Factory
-from rpcmp.errors import ConfigError, RpcmpError
+from rpcmp.errors import MAX_LISTED, ConfigError, RpcmpError
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.pipelining import devices, optimizers, random_streams
 from rpcmp.pipelining.assignment import Assignment
@@ -30,7 +31,14 @@ from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, Result, on_
 from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer_state import BuiltOptions, KeptState, OptimizerState, merge_options
-from rpcmp.worker.rehearsal import HiddenState, require_restorable, require_steppable
+from rpcmp.worker.rehearsal import (
+    HiddenState,
+    require_restorable,
+    require_steppable,
+    require_watching_the_loss,
+)
+
+log = logging.getLogger(__name__)
 
 
 class StageOptimizer(ComputeThreadOwner):
@@ -226,6 +234,8 @@ class StageOptimizer(ComputeThreadOwner):
 
     def _step(self, updates: bool = True) -> StepReport:
         started = time.perf_counter_ns()
+        if not self.steps:
+            self._tell_untrained()
         self._before_step()  # a replica may have had no forward since an evaluation
         if self._optimizer is not None and updates:
             random_streams.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
@@ -237,6 +247,18 @@ class StageOptimizer(ComputeThreadOwner):
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         self.report = StepReport(self.steps, *recorder.take(), self._learning_rates())
         return self.report
+
+    def _tell_untrained(self) -> None:
+        """Name the parameters that the first step leaves as they are, since no gradient came."""
+        names = [name for name, parameter in self._named.items() if parameter.grad is None]
+        if names:
+            more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            log.warning(
+                "no gradient has come to %s%s in the first step, so they stay as they are: nothing "
+                "that the loss reads depends on them, or it was detached",
+                ", ".join(names[:MAX_LISTED]),
+                more,
+            )
 
     def _learning_rates(self) -> list[float]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
@@ -273,7 +295,9 @@ class StageOptimizer(ComputeThreadOwner):
         optimizer = optimizers.create(self._source, named)
         if self._schedule is None:
             return optimizer, None
-        return optimizer, importing.create(self._schedule, "scheduler", optimizer)
+        scheduler = importing.create(self._schedule, "scheduler", optimizer)
+        require_watching_the_loss(scheduler, self._schedule.callable)
+        return optimizer, scheduler
 
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()

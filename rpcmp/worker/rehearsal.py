@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack, require_storable
-from rpcmp.errors import FactoryError, one_line
+from rpcmp.errors import ConfigError, FactoryError, one_line
 from rpcmp.pipelining import random_streams
 from rpcmp.rpc.tensors import same_bits
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
@@ -53,6 +53,29 @@ class _Trial(NamedTuple):
     optimizer: Any
     scheduler: Any
     state: OptimizerState
+
+
+def require_watching_the_loss(scheduler: Any, name: str) -> None:
+    """Check that a scheduler that watches something watches the training loss, which gets smaller.
+
+    Raises:
+        ConfigError: it waits for what gets larger, or is one within another, to which no loss goes.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if scheduler.mode == "max":
+            raise ConfigError(
+                f"scheduler = {name!r} with mode = 'max' waits for something that grows, and what "
+                "it watches is the mean training loss: leave out `mode`"
+            )
+        return
+    inner = [*vars(scheduler).values()] if hasattr(scheduler, "__dict__") else []
+    inner += [each for value in inner if isinstance(value, list | tuple) for each in value]
+    if any(isinstance(each, ReduceLROnPlateau) for each in inner):
+        raise ConfigError(
+            f"scheduler = {name!r} has a ReduceLROnPlateau inside, which would be stepped without "
+            "the loss that it watches: name ReduceLROnPlateau itself, or a scheduler that watches "
+            "nothing"
+        )
 
 
 def require_steppable(optimizer: Any, what: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from rpcmp.config import importing, loader
@@ -187,3 +188,78 @@ def test_recompute_refuses_a_forward_that_changes_parameters(job: JobFolder) -> 
     with local_group(config) as local, pytest.raises(JobError, match=r"parameter 'first\.teacher"):
         local.train()
     require_plain(configured(job, layers, "num_microbatches=1"), whole(surprises.averaged()))
+
+
+TIME_FIRST = [
+    'model.layers="tests.zoo.surprises:time_first"',
+    'data.train="tests.zoo.surprises:Sequences"',
+    'loss="tests.zoo.surprises:token_error"',
+]
+
+
+@pytest.mark.parametrize("data", ["Sequences", "Streamed"])
+def test_a_collate_function_that_puts_time_first_is_refused(job: JobFolder, data: str) -> None:
+    """Also where there are as many samples as the sequence is long."""
+    own = [f'data.train="tests.zoo.surprises:{data}"', 'data.collate="tests.zoo.surprises:stacked"']
+    config = configured(job, *TIME_FIRST, *own, 'loss="tests.zoo.surprises:token_error"')
+    reason = "first dimension does not count the samples"
+    with pytest.raises((ConfigError, JobError), match=reason), local_group(config) as local:
+        local.train()
+
+
+def test_layers_that_read_the_first_dimension_as_time_are_refused(job: JobFolder) -> None:
+    config = configured(job, *TIME_FIRST)
+    with local_group(config) as local, pytest.raises(ConfigError, match="carries on what it comp"):
+        local.train()
+    require_plain(configured(job, *TIME_FIRST, "num_microbatches=1"), whole(surprises.time_first()))
+
+
+def test_what_forwards_carry_from_micro_batch_to_micro_batch_is_refused(job: JobFolder) -> None:
+    layers = ['model.layers="tests.zoo.surprises:carrying"', 'model.kwargs={ kind = "attribute" }']
+    reason = "micro-batches are no mini-batch"
+    with local_group(configured(job, *layers)) as local, pytest.raises(ConfigError, match=reason):
+        local.train()
+
+
+def test_a_loss_that_changes_its_buffers_is_refused_for_several_micro_batches(
+    job: JobFolder,
+) -> None:
+    own = [
+        'model.layers="tests.zoo.surprises:embeddings"',
+        'loss="tests.zoo.surprises:Centers"',
+        'data.train="tests.zoo.surprises:classes"',
+    ]
+    reason = r"changes loss\.centers in each call, so once per micro"
+    with local_group(configured(job, *own)) as local, pytest.raises(JobError, match=reason):
+        local.train()
+    config = configured(job, *own, "num_microbatches=1")
+    net, loss = whole(surprises.embeddings()), surprises.Centers()
+    expected = plain.train(net, loss, plain.mini_batches(surprises.classes()))
+    with local_group(config) as local:
+        trained = local.train()
+    assert plain.close(trained.losses, expected)
+    assert torch.equal(trained.state["loss.centers"], loss.centers)
+
+
+GROWING = '{ callable = "torch.optim.lr_scheduler:ReduceLROnPlateau", kwargs = { mode = "max" } }'
+WRAPPING = '{ callable = "tests.zoo.surprises:Wrapping" }'
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "reason"),
+    [(GROWING, "waits for something that grows"), (WRAPPING, "has a ReduceLROnPlateau inside")],
+)
+def test_a_scheduler_that_would_watch_something_else_is_refused(
+    job: JobFolder, scheduler: str, reason: str
+) -> None:
+    config = configured(job, MODULE, f"scheduler={scheduler}")
+    with pytest.raises(JobError, match=reason), local_group(config):
+        pass
+
+
+def test_parameters_that_get_no_gradient_are_named(
+    job: JobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured(job, 'model.layers="tests.zoo.surprises:half_detached"')
+    require_plain(config, whole(surprises.half_detached()))
+    assert "no gradient has come to first.weight, first.bias in the first step" in caplog.text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 
 def filled(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -307,5 +307,91 @@ def embeddings() -> list[tuple[str, Any]]:
 def towers() -> list[tuple[str, Any]]:
     return [
         ("first", lambda: filled(nn.Sequential(nn.Linear(4, 8), nn.Tanh()))),
+        ("head", lambda: filled(nn.Linear(8, 1), 3)),
+    ]
+
+
+TIME, WIDTH = 8, 4
+"""As many samples as a mini-batch has are as long: no size tells one from the other."""
+
+
+class Sequences(Dataset[Any]):
+    """Each sample is one time, so that a mini-batch is a sequence, to layers that read it so."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(TIME, WIDTH, generator=generator, dtype=torch.float64)
+        return x, x[:, :1].cumsum(0)
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        samples = Sequences()
+        return (samples[index] for index in range(len(samples)))
+
+
+def stacked(samples: Any) -> Any:
+    """Return (time, samples, width), as torch's LSTM takes it if nobody says otherwise."""
+    return tuple(torch.stack(column, 1) for column in zip(*samples, strict=True))
+
+
+def token_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(WIDTH, 8)
+        filled(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)[0]
+        return result
+
+
+def time_first() -> list[tuple[str, Any]]:
+    return [("first", Recurrent), ("head", lambda: filled(nn.Linear(8, 1), 3))]
+
+
+class Centers(nn.Module):
+    """A loss with running centers of its classes."""
+
+    centers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(3, 8, dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        apart = outputs - self.centers[targets]
+        with torch.no_grad():
+            self.centers.index_add_(0, targets, 0.1 * apart)
+        return apart.square().mean()
+
+
+class Wrapping:
+    """A scheduler around another one, as many libraries have them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+def half_detached() -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: filled(nn.Linear(4, 8))),
+        ("cut", Detached),
         ("head", lambda: filled(nn.Linear(8, 1), 3)),
     ]
