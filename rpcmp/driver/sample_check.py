@@ -31,8 +31,9 @@ Layers may compute in less precision than their outputs have.
 
 LOW_ROUNDING = 0.2
 
-Predict = Callable[[Any, int], list[Any]]
-"""Returns the outputs of each micro-batch, for inputs and the number of micro-batches."""
+Predict = Callable[[Any, int, int], list[Any]]
+"""Returns the outputs of each micro-batch, for inputs, the number of micro-batches, and that of a
+step, which seeds what layers draw."""
 
 
 def require_independent(config: Config, batch: Loaded, predict: Predict) -> None:
@@ -52,11 +53,11 @@ def require_independent(config: Config, batch: Loaded, predict: Predict) -> None
             break
         two = pytree.map_tensors(lambda tensor: tensor[first : first + 2], batch.inputs)  # noqa: B023
         try:
-            (together,), apart = predict(two, 1), predict(two, 2)
+            (together,), apart = predict(two, 1, 0), predict(two, 2, 0)
+            reason = next(_differences(together, apart), "")
+            if not reason or _draws(predict, two, together):
+                return
         except StageError:  # it cannot do with single samples, or needs more
-            return
-        reason = next(_differences(together, apart), "")
-        if not reason:
             return
     if reason:
         raise ConfigError(
@@ -64,6 +65,12 @@ def require_independent(config: Config, batch: Loaded, predict: Predict) -> None
             "what it computes of them, so micro-batches are no mini-batch; put the samples first, "
             'set num_microbatches = 1, or loss_scope = "micro-batch" if that is meant'
         )
+
+
+def _draws(predict: Predict, two: Any, together: Any) -> bool:
+    """Whether outputs differ by random numbers that are drawn in evaluations, too."""
+    carries_on = any(_differences(together, predict(two, 1, 0)))  # with the same random numbers
+    return not carries_on and any(_differences(together, predict(two, 1, 1)))
 
 
 def _differences(together: Any, apart: list[Any]) -> Iterator[str]:

@@ -79,7 +79,7 @@ class StageGroup:
         config, count = self._config, self._rounds.count(batch.num_samples, True)
         if config.loss_scope is None and config.cut is None and count > 1 and not self._is_checked:
             sample_check.require_independent(
-                config, batch, lambda inputs, count: self._predictions(inputs, 0, count)
+                config, batch, lambda inputs, count, step: self._predictions(inputs, step, count)
             )
         self._is_checked = True
 

@@ -14,6 +14,7 @@ a pipelined run:
   layers of a stage, forwards or as a gradient, is contiguous and aligned to 64 bytes.
 - Stages run in topological order. One optimizer per stage steps after all slices, the generators
   seeded by (seed, "optimizer", step, stage).
+- A loss that is a module is one of the sink's, called "loss".
 - There is a region of autocast per call of a layer, and one for the loss.
 
 A `module` that the job cuts is not cut here: see `rpcmp.tools.reference_module`.
@@ -83,6 +84,7 @@ class UnsplitModel:
     def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
         self._config = config
         self._graph = config.graph()
+        random_streams.seed_all(config.seed, "init", "loss")
         self._loss = importing.load_function(config.loss, "loss")
         self._weigh: Callable[..., Any] | None = None
         if config.weighing is not None:
@@ -113,7 +115,7 @@ class UnsplitModel:
         self._steps = ReferenceSteps(config, self._optimizers)
         self._ties = ReferenceTies(config.tied, self._named_parameters())
         self._replicas = [
-            Replicas(self._modules[worker.stage].values(), config.turns_of(worker.stage))
+            Replicas(self._all_modules(worker.stage), config.turns_of(worker.stage))
             for worker in config.workers
             if worker.num_replicas > 1 and worker.replica == 0
         ]
@@ -140,14 +142,18 @@ class UnsplitModel:
         """Return parameters and buffers by name; tied ones under each of their names."""
         if self._eager is not None:
             base, state = self._config.base, self._eager.module.state_dict()
-            return {name: value for name, value in state.items() if name not in base}
-        return {
-            self._config.prefix_of(layer) + name: value
-            for modules in self._modules.values()
-            for layer, module in modules.items()
-            for name, value in module.state_dict().items()
-            if isinstance(value, Tensor)
-        }
+            state = {name: value for name, value in state.items() if name not in base}
+        else:
+            state = {
+                self._config.prefix_of(layer) + name: value
+                for modules in self._modules.values()
+                for layer, module in modules.items()
+                for name, value in module.state_dict().items()
+                if isinstance(value, Tensor)
+            }
+        if isinstance(self._loss, nn.Module):
+            state |= self._loss.state_dict(prefix="loss.")
+        return state
 
     def parameters(self) -> list[nn.Parameter]:
         trained = [
@@ -158,12 +164,21 @@ class UnsplitModel:
         return list(dict.fromkeys(trained))
 
     def _named_parameters(self, *stages: str) -> dict[str, nn.Parameter]:
-        return {
+        named = {
             self._config.prefix_of(layer) + name: parameter
             for stage in stages or self._modules
             for layer, module in self._modules[stage].items()
             for name, parameter in module.named_parameters()
         }
+        if isinstance(self._loss, nn.Module) and self._graph.sink in (stages or self._modules):
+            named |= {f"loss.{name}": each for name, each in self._loss.named_parameters()}
+        return named
+
+    def _all_modules(self, stage: str) -> list[nn.Module]:
+        own = [*self._modules[stage].values()]
+        if stage == self._graph.sink and isinstance(self._loss, nn.Module):
+            own.append(self._loss)
+        return own
 
     def _step(self, inputs: Any, targets: Any, step: int) -> float:
         sliced = list(zip(self._slices(inputs), self._slices(targets), strict=True))
@@ -264,8 +279,8 @@ class UnsplitModel:
         for name, parameter in self._named_parameters(stage).items():
             named.setdefault(parameter, name)
         if settings.frozen:
-            for parameter in named:
-                parameter.requires_grad_(False)
+            for parameter, name in named.items():
+                parameter.requires_grad_(name.startswith("loss."))
         trained = {
             name: parameter
             for parameter, name in named.items()

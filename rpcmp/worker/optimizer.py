@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -184,6 +185,9 @@ class StageOptimizer(ComputeThreadOwner):
         self.steps = state.step
         if self._optimizer is None:
             return
+        if state.groups is None:  # all of the stage was frozen until now
+            self._catch_up()
+            return
         groups, scheduler = state.groups, state.scheduler
         if self._built is not None and state.built is not None:
             then = BuiltOptions(**state.built)
@@ -191,6 +195,19 @@ class StageOptimizer(ComputeThreadOwner):
                 groups, scheduler, then, self._built, self._keeper.defaults
             )
         self._load(KeptState(state.state, groups, state.aside), scheduler)
+
+    def _catch_up(self) -> None:
+        """Let a new scheduler be where those of the other stages are."""
+        if self._scheduler is not None and not self._steps_scheduler:
+            raise ConfigError(
+                f"stage {self.stage!r} was frozen until step {self.steps}, and how often its "
+                "scheduler should have stepped by now is not known: leave it frozen, or resume "
+                'with scheduler_interval = "step" or without a scheduler'
+            )
+        for _ in range(self.steps if self._scheduler is not None else 0):
+            with warnings.catch_warnings():  # that the optimizer has not stepped
+                warnings.simplefilter("ignore")
+                self._scheduler.step()
 
     @on_compute_thread
     def state_dict(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def train(config: Config, order: Sequence[tuple[ScheduleOptions, int]]) -> list[
 
 
 def test_each_segment_runs_under_its_own_setting(job: JobFolder) -> None:
-    text = 'loss = "zoo:output_mean"\n[model]\nlayers = "zoo:counting"\nnum_stages = 2'
+    scope = 'loss_scope = "micro-batch"'
+    text = f'loss = "zoo:output_mean"\n{scope}\n[model]\nlayers = "zoo:counting"\nnum_stages = 2'
     config = loader.load_config(job.config(text))
     order = [("1f1b", 5), ("gpipe", 5), ("gpipe", 2), ("zero-bubble", 10), ("gpipe", 10)]
     losses = train(config, [(setting(number, schedule), 1) for schedule, number in order])

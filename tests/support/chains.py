@@ -58,6 +58,7 @@ CHAINS = {
         batch_size = 33
     """,
     "tuples, dicts, integers and an unused output; a stage frozen, two with rules of their own": """
+        loss_scope = "micro-batch"
         scheduler_interval = "step"
         optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.1, momentum = 0.9 } }
         scheduler = { callable = "torch.optim.lr_scheduler:StepLR", kwargs = { step_size = 2 } }
