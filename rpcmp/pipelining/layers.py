@@ -26,7 +26,7 @@ from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import random_streams
 from rpcmp.pipelining.initial_weights import StoredNames, load_weights
 from rpcmp.pipelining.weight_files import WeightFiles
-from rpcmp.splitting.building import init_at
+from rpcmp.splitting.building import init_at, require_plain
 
 LayerFactory = Callable[[], nn.Module]
 
@@ -113,6 +113,7 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
         ) from error
     if not isinstance(module, nn.Module):
         raise FactoryError(f"layer {name!r} is {type(module).__name__}, not an nn.Module")
+    require_plain(module, f"layer {name!r}")
     return module
 
 

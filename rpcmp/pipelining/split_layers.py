@@ -22,7 +22,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import random_streams
-from rpcmp.splitting.building import build_without_weights, init_at
+from rpcmp.splitting.building import build_without_weights, init_at, require_plain
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import Split
 from rpcmp.splitting.weights import tensors_of
@@ -86,6 +86,7 @@ def build_module(config: Config) -> nn.Module:
         raise FactoryError(
             f"model.module = {model.module!r} returns {type(module).__name__}, not an nn.Module"
         )
+    require_plain(module, f"model.module = {model.module!r}")
     return module
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, FactoryError
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -187,3 +187,32 @@ def _on_meta() -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+WRAPPERS = {
+    "OptimizedModule": "set compile = true instead of torch.compile",
+    "DataParallel": "give stages `replicas` instead",
+    "DistributedDataParallel": "give stages `replicas` instead",
+    "FullyShardedDataParallel": "give the model more stages instead",
+    "AveragedModel": "return the model that is trained, and keep averages in a buffer of it",
+}
+"""Modules of torch around another, by class, and what to do without."""
+
+
+def require_plain(module: nn.Module, what: str) -> None:
+    """Check that a module is no wrapper, whose names of parameters no plain model has.
+
+    Raises:
+        FactoryError: it or a part of it is one, or is TorchScript.
+    """
+    for path, part in module.named_modules():
+        kind, where = type(part), f" in {path!r}" if path else ""
+        if isinstance(part, torch.jit.ScriptModule):
+            raise FactoryError(
+                f"{what} returns TorchScript{where}, which cannot be cut: return the eager module"
+            )
+        if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
+            raise FactoryError(
+                f"{what} returns a {kind.__name__}{where}, which a model's state dict would show: "
+                f"{WRAPPERS[kind.__name__]}, and return the module itself"
+            )

@@ -75,11 +75,16 @@ def _train(message: Message) -> Iterator[Message]:
     for loss in model.train(batches, message["steps"]):
         yield {"event": "step", "loss": loss}
     save_tensors(model.state_dict(), Path(message["save_state"]))
-    yield {"event": "done", "host": devices.host_facts()}
+    yield {"event": "done", "host": devices.host_facts(), "depends": model.depends_on_parts}
 
 
 class UnsplitModel:
-    """All stages in one process; `layer_names` has the layers of each stage by its name."""
+    """All stages in one process; `layer_names` has the layers of each stage by its name.
+
+    Attributes:
+        depends_on_parts: what makes a difference between micro-batches and a whole mini-batch, as
+            far as training has shown: "batch normalization" or "dropout"; else empty.
+    """
 
     def __init__(self, config: Config, layer_names: dict[str, list[str]]) -> None:
         self._config = config
@@ -109,6 +114,8 @@ class UnsplitModel:
                 config, every, self._seed_layer, functools.partial(_map, _between_layers)
             )
         self._place = (0, 0)  # step, micro-batch
+        self._seeded: Tensor | None = None
+        self.depends_on_parts = ""
         self._autocast = {
             stage: autocast(config, index) for index, stage in enumerate(config.stage_names)
         }
@@ -125,6 +132,8 @@ class UnsplitModel:
             for module in modules.values():
                 module.train()
         self._smallest = self._smallest_microbatch()
+        if self._smallest > 1:
+            self.depends_on_parts = "batch normalization"
         step = 0
         for epoch in range(1, 2 + (steps - 1) // len(batches)):
             total = 0.0  # added one by one: `sum` rounds otherwise since Python 3.12
@@ -229,6 +238,12 @@ class UnsplitModel:
         return float(loss.item())
 
     def _forward(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
+        outputs = self._through_stages(inputs, targets, step, index)
+        self._note_draws()
+        self._seeded = None
+        return outputs
+
+    def _through_stages(self, inputs: Any, targets: Any, step: int, index: int) -> Any:
         self._place = step, index
         if self._eager is not None:
             with self._autocast[self._graph.sink]:
@@ -249,7 +264,14 @@ class UnsplitModel:
         return read[0]
 
     def _seed_layer(self, layer: str) -> None:
+        self._note_draws()
         random_streams.seed_all(self._config.seed, "train", *self._place, layer)
+        self._seeded = torch.get_rng_state() if self._place[0] == 1 else None
+
+    def _note_draws(self) -> None:
+        """Note in the first step whether the layer before has drawn random numbers."""
+        if self._seeded is not None and not torch.equal(self._seeded, torch.get_rng_state()):
+            self.depends_on_parts = self.depends_on_parts or "dropout"
 
     def _slices(self, batch: Any) -> list[Any]:
         samples = _first(batch).shape[0]

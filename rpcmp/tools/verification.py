@@ -41,6 +41,7 @@ class ComparedRun:
     state: State
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)
     skipped: int = 0
+    depends_on_parts: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Verified:
         caveats: differences between hosts under which identical bits are not promised.
         difference: how far the runs are apart; None if they are identical.
         skipped: number of steps in which nothing was updated.
+        whole: how far a plain loop over whole mini-batches is away; None: it was not asked for, or
+            is no measure, since the model has what `depends_on_parts` says.
     """
 
     steps: int
@@ -61,6 +64,8 @@ class Verified:
     caveats: list[str]
     difference: Difference | None = None
     skipped: int = 0
+    whole: Difference | None = None
+    depends_on_parts: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,19 @@ class Difference:
     parameters: float
 
 
-def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
+def verify(
+    config: Config, connect: Sequence[str] | None = None, whole_batch: bool = True
+) -> Verified:
     """Train `config.steps` steps across stage servers and in one process, and compare.
+
+    Args:
+        whole_batch: whether to train on whole mini-batches as well, without micro-batches.
 
     Raises:
         MismatchError: the runs differ; says where first. A `wire_dtype` is expected to make them
             differ, and raises nothing.
     """
-    config, pipelined, reference = asyncio.run(run_both(config, connect))
+    config, pipelined, reference, whole = asyncio.run(run_all(config, connect, whole_batch))
     caveats = devices.host_differences(reference.hosts["reference"], pipelined.hosts)
     difference = first_difference(pipelined, reference)
     if difference is not None and config.wire_dtype is None:
@@ -97,6 +107,8 @@ def verify(config: Config, connect: Sequence[str] | None = None) -> Verified:
         caveats=caveats,
         difference=None if difference is None else distance(pipelined, reference),
         skipped=pipelined.skipped,
+        whole=None if whole is None else distance(reference, whole),
+        depends_on_parts=reference.depends_on_parts,
     )
 
 
@@ -150,17 +162,33 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-async def run_both(
-    config: Config, connect: Sequence[str] | None = None
-) -> tuple[Config, ComparedRun, ComparedRun]:
-    """Train the job across stage servers and in one process; return it with its balance, too."""
+async def run_all(
+    config: Config, connect: Sequence[str] | None, whole_batch: bool
+) -> tuple[Config, ComparedRun, ComparedRun, ComparedRun | None]:
+    """Train the job across stage servers, and in one process in micro-batches and without them.
+
+    Returns:
+        It with its balance, and what has come out; None for what was not asked for, or would be
+        another model: with dropout, batch normalization, or a loss that is meant for micro-batches.
+    """
     with tempfile.TemporaryDirectory(prefix="rpcmp-verify-") as folder:
         async with Forks([WORKERS, DRIVERS]) as forks:
             # Shares of the run that left checkpoints, if any; and the same stages for both runs.
             config, _ = await balanced(with_saved_shares(config), connect, forks)
             pipelined = await _run_pipelined(config, connect, Path(folder) / "pipelined", forks)
             reference = await _run_reference(config, Path(folder) / "reference", forks)
-            return config, pipelined, reference
+            whole = None
+            if whole_batch and not reference.depends_on_parts and config.loss_scope is None:
+                job = without_microbatches(config)
+                whole = await _run_reference(job, Path(folder) / "whole", forks)
+            return config, pipelined, reference, whole
+
+
+def without_microbatches(config: Config) -> Config:
+    """Return a job that trains on whole mini-batches, each stage on one host."""
+    alone: dict[str, object] = {"replicas": 1, "shares": None, "addresses": []}
+    stages = [stage.model_copy(update=alone) for stage in config.stages]
+    return config.model_copy(update={"num_microbatches": 1, "stages": stages})
 
 
 async def _run_pipelined(
@@ -203,7 +231,9 @@ async def _run_reference(config: Config, path: Path, forks: Forks) -> ComparedRu
                 case "error":
                     raise from_wire(message["error"])
                 case "done":
-                    return ComparedRun(losses, load_tensors(path), {"reference": message["host"]})
+                    hosts = {"reference": message["host"]}
+                    state = load_tensors(path)
+                    return ComparedRun(losses, state, hosts, depends_on_parts=message["depends"])
     finally:
         await child.kill()
     raise WorkerDiedError(f"the reference process {interpreter.describe_exit(child.exit_code)}")

@@ -59,7 +59,8 @@ class SinkLoss:
         else:
             _require_no_parameters(config.loss, self._loss)
         self._sums_samples = _option(self._loss, "reduction") == "sum"
-        self._may_miscount = config.weighing is None and _is_cross_entropy(self._loss)
+        is_meant = config.weighing is not None or config.loss_scope is not None
+        self._may_miscount = not is_meant and _is_cross_entropy(self._loss)
         if self._sums_samples and config.weighing is not None:
             raise ConfigError(
                 f"loss = {config.loss.callable!r} adds up over samples, and `loss_weight` weighs "

@@ -167,14 +167,17 @@ def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_a_loss_that_leaves_out_targets_is_warned_of_in_the_first_step(job: JobFolder) -> None:
+def test_a_loss_that_leaves_out_targets_is_refused_before_the_first_step(job: JobFolder) -> None:
     text = PADDED.replace("loss_weight =", "# loss_weight =").replace(
         '"tokenized:tagger"', '"tokenized:tagger"\nkwargs = { channels = true }'
     )
     path = job.config(text.replace('"tokenized:token_loss"', '"torch.nn:CrossEntropyLoss"'))
     shown = rpcmp("drive", path, "--set", "data.shuffle=true", "--set", "steps=4")
-    assert shown.code == 0, shown.err
-    assert shown.err.count("set `loss_weight` for the loss of the whole mini-batch") == 1
+    assert shown.code == 2, shown.err
+    assert "depends on how a mini-batch is cut" in shown.err
+    assert "step 1/4" not in shown.out
+    meant = rpcmp("drive", path, "--set", 'loss_scope="micro-batch"', "--set", "steps=1")
+    assert meant.code == 0, meant.err
 
 
 def test_many_claims_do_not_fill_the_log_of_a_server(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class Small(nn.Module):
 
     def forward(self, x):
         global held
-        held += 1
+        held += self.training
         if held > self.most:
             raise MemoryError("out of memory")
         return Count.apply(self.layer(x))

@@ -69,7 +69,7 @@ def chain(kind: str = "linear", head: str = "", devices: str = on("auto", "auto"
 def assert_near_the_cpu(config: Path, tolerance: float, *overrides: str) -> None:
     """Check losses and final parameters against one process on the CPU."""
     job = loader.load_config(config, overrides)
-    _, pipelined, reference = asyncio.run(verification.run_both(job))
+    _, pipelined, reference, _ = asyncio.run(verification.run_all(job, None, False))
     assert {facts["device"] for facts in pipelined.hosts.values()} & set(FOUND)
     apart = verification.distance(pipelined, reference)
     assert max(apart.loss, apart.parameters) <= tolerance, apart

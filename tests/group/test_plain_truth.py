@@ -263,3 +263,22 @@ def test_parameters_that_get_no_gradient_are_named(
     config = configured(job, 'model.layers="tests.zoo.surprises:half_detached"')
     require_plain(config, whole(surprises.half_detached()))
     assert "no gradient has come to first.weight, first.bias in the first step" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("compiled", "returns a OptimizedModule, which .* set compile = true"),
+        ("compiled block", "returns a OptimizedModule in 'blocks.1'"),
+        ("parallel", "returns a DataParallel, which .* `replicas`"),
+        ("averaged", "returns a AveragedModel"),
+        ("scripted", "returns TorchScript, which cannot be cut"),
+    ],
+)
+def test_wrappers_are_refused_by_name(job: JobFolder, kind: str, reason: str) -> None:
+    kwargs = f'model.kwargs={{ kind = "{kind}" }}'
+    with pytest.raises(ConfigError, match=reason):
+        configured(job, 'model.module="tests.zoo.surprises:wrapped"', kwargs)
+    config = configured(job, 'model.layers="tests.zoo.surprises:wrapped_layers"', kwargs)
+    with pytest.raises(JobError, match=f"layer 'first' {reason}"), local_group(config):
+        pass

@@ -395,3 +395,23 @@ def half_detached() -> list[tuple[str, Any]]:
         ("cut", Detached),
         ("head", lambda: filled(nn.Linear(8, 1), 3)),
     ]
+
+
+def wrapped(kind: str) -> nn.Module:
+    """A module as some factories return it."""
+    net = Net()
+    if kind == "compiled block":
+        net.blocks[1] = torch.compile(net.blocks[1])  # type: ignore[assignment]
+        return net
+    around: dict[str, Any] = {
+        "compiled": torch.compile,
+        "parallel": nn.DataParallel,
+        "averaged": torch.optim.swa_utils.AveragedModel,
+        "scripted": lambda module: torch.jit.trace(module, torch.ones(2, 4).double()),
+    }
+    made: nn.Module = around[kind](net)
+    return made
+
+
+def wrapped_layers(kind: str) -> list[tuple[str, Any]]:
+    return [("first", lambda: wrapped(kind)), ("last", nn.Identity)]
