@@ -181,16 +181,16 @@ AT_MOST = {
         "a forward's state is put back, the objective and the cut are proven before the first step",
     ),
     "lines that serve and drive": (
-        50_000,
+        50_200,
         "a forward's state is put back, the objective and the cut are proven before the first step",
     ),
     "lines of the top": (590, ""),
     "lines of checkpoint": (2_030, "attributes that a forward has changed are kept"),
-    "lines of cli": (3_950, ""),
+    "lines of cli": (3_970, ""),
     "lines of config": (2_910, ""),
     "lines of data": (1_960, ""),
-    "lines of driver": (4_120, "samples are tried one by one before the first step"),
-    "lines of job": (6_350, "tests hand in fakes of a run's parts"),
+    "lines of driver": (4_150, "samples are tried one by one before the first step"),
+    "lines of job": (6_370, "tests hand in fakes of a run's parts"),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
     "lines of pipelining": (
@@ -206,7 +206,7 @@ AT_MOST = {
     ),
     "lines of tools": (5_730, "verify trains on whole mini-batches as well"),
     "lines of worker": (
-        6_850,
+        7_000,
         "a forward's state is put back, the objective and the cut are proven before the first step",
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,7 @@ def drive(
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     if trace is not None:
+        trace = _unwritten(trace) if resume else trace
         require_writable(trace)
     raise_descriptor_limit()
     modules = [DRIVERS] if connect else [WORKERS, DRIVERS]
@@ -131,6 +133,12 @@ def drive(
                 forks=forks,
             )
             runner.run(training)
+
+
+def _unwritten(trace: Path) -> Path:
+    """Return a name for the trace of a run that goes on, beside what there is of it."""
+    names = (trace.with_name(f"{trace.stem}-{part}{trace.suffix}") for part in itertools.count(2))
+    return next(path for path in itertools.chain([trace], names) if not path.exists())
 
 
 @contextlib.contextmanager

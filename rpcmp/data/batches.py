@@ -30,7 +30,7 @@ from rpcmp.config import importing
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
 from rpcmp.data.sample_order import Key, SampleOrder, require_sized, sampler_of
-from rpcmp.errors import ConfigError, JobError
+from rpcmp.errors import ConfigError, JobError, one_line
 from rpcmp.pipelining import microbatches, pytree, random_streams
 from rpcmp.process.sandbox.confinement import is_confined
 
@@ -237,6 +237,14 @@ def received(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield what torch's loader yields; raises JobError if its processes cannot hand it over."""
     try:
         items = iter(loader)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        if "pickle" not in str(error):
+            raise
+        raise ConfigError(
+            f"a dataset cannot be sent to data.num_workers processes ({one_line(error)}), which "
+            "start afresh: make locks, queues and open files when they are first used, or set "
+            "data.num_workers = 0"
+        ) from error
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

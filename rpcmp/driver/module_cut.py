@@ -90,7 +90,7 @@ def cut_module(config: Config) -> ModelCut:
     cut = None if cached is None else _read(cached)
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
-        split = split_module(module, sample, model.split or (), autocast)
+        split = _split(module, sample, model, autocast)
         took = time.monotonic() - started
         if (proven := _with_values(config, module)) is not None:
             others = few_samples(inputs, count, start=count)
@@ -193,6 +193,32 @@ def inputs_of(module: nn.Module, model: ModelConfig, loaded: Loaded) -> Any:
 def _sample_count(inputs: Any) -> int:
     sizes = {size for tensor in pytree.tensors(inputs) for size in tensor.shape[1:]}
     return next((each for each in SAMPLES if each not in sizes), SAMPLES[0])
+
+
+def _split(
+    module: nn.Module, sample: Any, model: ModelConfig, autocast: torch.dtype | None
+) -> Split:
+    """Cut a module for any length, also if the first mini-batch has sequences of length one.
+
+    To torch.export a size of one is no size but a constant.
+    """
+    if (longer := lengthened(sample)) is not None:
+        with contextlib.suppress(ConfigError):  # then it is not a length
+            return split_module(module, longer, model.split or (), autocast)
+    return split_module(module, sample, model.split or (), autocast)
+
+
+def lengthened(inputs: Any, length: int = 9) -> Any:
+    """Return inputs with longer sequences in place of those of one token; None: there are none."""
+    tensors = pytree.tensors(inputs)
+    if not any(each.shape[1:] == (1,) and not each.is_floating_point() for each in tensors):
+        return None
+
+    def longer(tensor: Tensor) -> Tensor:
+        is_short = tensor.dim() > 1 and tensor.shape[1] == 1
+        return torch.cat([tensor] * length, 1) if is_short else tensor
+
+    return pytree.map_tensors(longer, inputs)
 
 
 def _has_parts(config: Config) -> bool:

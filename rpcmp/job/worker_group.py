@@ -33,7 +33,7 @@ from rpcmp.process.activity import HeartbeatMonitor
 from rpcmp.process.channel import Message
 from rpcmp.process.logging.records import Entry
 from rpcmp.server.client import StageClient
-from rpcmp.server.connection import MAX_JOINING, machine
+from rpcmp.server.connection import MAX_JOINING
 from rpcmp.v1 import control_pb2 as pb
 
 Args = ParamSpec("Args")
@@ -301,12 +301,20 @@ class WorkerGroup:
                 await asyncio.gather(*map(catch_up, self._clients), return_exceptions=True)
 
     async def remove_checkpoint(self, folder: Path) -> None:
-        """Remove a checkpoint from the disks of the other machines."""
-        request, here = pb.RemoveRequest(folder=str(folder)), machine()
-        elsewhere = {
-            claim.machine: client for client, claim in self._claimed() if claim.machine != here
-        }
-        await asyncio.gather(*(client.remove(request) for client in elsewhere.values()))
+        """Remove a checkpoint from the folders of all servers.
+
+        Those of one machine are asked one after the other: most have one folder, some their own.
+        """
+        request = pb.RemoveRequest(folder=str(folder))
+        by_machine: dict[str, list[StageClient]] = {}
+        for client, claim in self._claimed():
+            by_machine.setdefault(claim.machine, []).append(client)
+
+        async def ask(clients: Sequence[StageClient]) -> None:
+            for client in clients:
+                await client.remove(request)
+
+        await asyncio.gather(*map(ask, by_machine.values()))
 
     def release_draining(self) -> None:
         """Release the servers that are being stopped: the group has ended."""

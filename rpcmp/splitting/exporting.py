@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
@@ -260,6 +261,8 @@ def _structure(value: Any, found: list[Any]) -> Structure:
     match value:
         case None:
             return None
+        case numpy.generic():
+            return {"is": value.item()}
         case Tensor() | torch.SymInt():
             found.append(value)
             return len(found) - 1
@@ -278,7 +281,7 @@ def _structure(value: Any, found: list[Any]) -> Structure:
     )
 
 
-KEPT = (Tensor, torch.SymInt, *PLAIN, Mapping, tuple, list, type(None))
+KEPT = (Tensor, torch.SymInt, numpy.generic, complex, *PLAIN, Mapping, tuple, list, type(None))
 
 
 def _key(key: Any) -> Any:

@@ -25,6 +25,7 @@ from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_er
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Received, to_wire_dtype
 from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.inner_gradients import whole_derivatives
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter
@@ -61,6 +62,7 @@ class Execution:
 
     Args:
         memory_for: returns the memory that this process shares with such a reader, if any.
+        partial: see `rpcmp.worker.inner_gradients`.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Execution:
         wire_dtype: torch.dtype | None,
         loss_scale: LossScale | None = None,
         memory_for: Callable[[Sharing], OwnMemory | None] = lambda _: None,
+        partial: Sequence[bool] | None = None,
     ) -> None:
+        self._partial = partial
         self._memory_for = memory_for
         self._stage = stage
         self._model = model
@@ -167,6 +171,7 @@ class Execution:
     def _train(
         self, meta: MicrobatchMeta, received: Received, sharing: Mapping[int, Sharing]
     ) -> Computed:
+        self._model.put_back()  # before a Replay copies what is to be put back for it
         weights = self._splitter.next_microbatch(self._backwards.splits)
         compute = functools.partial(self._compute, meta, received)
         inputs, own, arriving = received.inputs, self._backwards.copies, received.inputs_arriving
@@ -190,7 +195,12 @@ class Execution:
         return self._computed(SavedForward(meta, tape, weights), outputs, inputs, sharing)
 
     def _compute(self, meta: MicrobatchMeta, received: Received, inputs: list[Any]) -> Any:
-        outputs = self._model.forward(inputs, meta)
+        if self._partial is None:
+            outputs = self._model.forward(inputs, meta)
+        else:  # the first micro-batch shows what the code does
+            partial, self._partial = self._partial, None
+            with whole_derivatives(inputs, partial):
+                outputs = self._model.forward(inputs, meta)
         if not self._model.is_sink:
             return outputs
         targets, weight = received.targets_on_device(), received.targets.weight

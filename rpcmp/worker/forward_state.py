@@ -11,10 +11,12 @@ tokenizer, is taken for a constant.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy.random
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,8 @@ OWN_FIELDS = frozenset(vars(nn.Module()))
 
 OWN_PREFIX = "_split_"
 """Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""
+
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 SEVERAL = (list, tuple, dict, set, deque)
@@ -191,20 +195,30 @@ class ChangedAttributes:
                     "dicts of them, or train without recovery (recovery.enabled = false, without "
                     "[checkpoint])"
                 )
+            value = _state_of(value) if isinstance(value, GENERATORS) else value
             found[place.name] = pytree.map_tensors(Tensor.detach, value)
         return found
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put back what `read` has returned, as far as it is of these modules."""
-        for prefix, part in self._parts:
-            for name, value in values.items():
-                own = name.removeprefix(prefix)
-                if not name.startswith(prefix) or "." in own:
-                    continue
-                owner = part._buffers if own in part._buffers else vars(part)
-                place = StatePlace(name, owner, own)
-                self._changed[place.id] = place
-                owner[own] = pytree.map_tensors(lambda each: each.to(self._device), value)
+        known = {place.name: place for place in _places(self._parts)}
+        for name, value in values.items():
+            if (place := known.get(name) or self._new_place(name)) is None:
+                continue  # of a layer that another stage has now
+            self._changed[place.id] = place
+            there = place.owner.get(place.key)
+            if isinstance(there, GENERATORS):
+                _set_state(there, value)
+            else:
+                moved = pytree.map_tensors(lambda each: each.to(self._device), value)
+                place.owner[place.key] = moved
+
+    def _new_place(self, name: str) -> StatePlace | None:
+        """Return where an attribute belongs that only a forward makes."""
+        above, _, key = name.rpartition(".")
+        owners = (part for prefix, part in self._parts if prefix == f"{above}." or prefix == above)
+        part = next(owners, None)
+        return None if part is None else StatePlace(name, vars(part), key)
 
 
 def _parts(modules: Modules) -> list[tuple[str, nn.Module]]:
@@ -220,12 +234,22 @@ def _places(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[StatePlace]:
         for name in part._buffers:
             yield StatePlace(prefix + name, part._buffers, name)
         for name, value in vars(part).items():
-            if name not in OWN_FIELDS and not name.startswith(OWN_PREFIX) and _is_plain(value):
-                yield StatePlace(prefix + name, vars(part), name)
+            if name not in OWN_FIELDS and not name.startswith(OWN_PREFIX):
+                yield from _within(StatePlace(prefix + name, vars(part), name), value)
+
+
+def _within(place: StatePlace, value: Any, depth: int = 2) -> Iterator[StatePlace]:
+    """Yield a place, or those of an object's attributes."""
+    if _is_plain(value):
+        yield place
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        for name, each in list(vars(value).items()):
+            inner = StatePlace(f"{place.name}.{name}", vars(value), name)
+            yield from _within(inner, each, depth - 1)
 
 
 def _is_plain(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, (*ATOMS, Tensor)):
+    if isinstance(value, (*ATOMS, *GENERATORS, Tensor)):
         return not isinstance(value, nn.Parameter)
     if type(value) not in SEVERAL or not depth:
         return False
@@ -238,6 +262,8 @@ def _is_storable(value: Any) -> bool:
         return all(isinstance(k, str) and _is_storable(v) for k, v in value.items())
     if type(value) in (list, tuple):
         return all(map(_is_storable, value))
+    if isinstance(value, GENERATORS):
+        return _is_storable(_state_of(value))
     return isinstance(value, Tensor | bool | int | float | str | None)
 
 
@@ -246,7 +272,34 @@ def _copied(place: StatePlace) -> StateCopy:
     return StateCopy(place, value, _content(value))
 
 
+def _state_of(generator: Any) -> Any:
+    match generator:
+        case random.Random():
+            return generator.getstate()
+        case numpy.random.Generator():
+            return generator.bit_generator.state
+        case numpy.random.RandomState():
+            return _plain_state(generator.get_state())
+    return generator.get_state()
+
+
+def _plain_state(state: Any) -> Any:
+    return tuple(each.tolist() if isinstance(each, numpy.ndarray) else each for each in state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    match generator:
+        case random.Random():
+            generator.setstate(state)
+        case numpy.random.Generator():
+            generator.bit_generator.state = state
+        case _:
+            generator.set_state(state)
+
+
 def _content(value: Any) -> Any:
+    if isinstance(value, GENERATORS):
+        return _state_of(value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -257,6 +310,8 @@ def _content(value: Any) -> Any:
 
 
 def _is_same(value: Any, content: Any) -> bool:
+    if isinstance(value, GENERATORS):
+        return str(_state_of(value)) == str(content)
     if isinstance(value, Tensor):
         if not isinstance(content, Tensor) or value.shape != content.shape:
             return False
@@ -275,6 +330,9 @@ def _is_same(value: Any, content: Any) -> bool:
 
 def _refilled(value: Any, content: Any) -> Any:
     """Return an object with its former content."""
+    if isinstance(value, GENERATORS):
+        _set_state(value, content)
+        return value
     if isinstance(value, Tensor):
         if not _is_same(value, content):
             with torch.no_grad():

@@ -7,6 +7,7 @@ whole mini-batch's mean. A loss that adds up over samples needs no share.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -186,12 +187,22 @@ class _FirstRounds:
 
 def _require_no_parameters(source: Factory, loss: Any) -> None:
     """Refuse a loss that is no module and has one, whose parameters nobody would train."""
-    values = vars(loss).values() if hasattr(loss, "__dict__") else ()
-    if any(isinstance(each, nn.Parameter) or _has_parameters(each) for each in values):
+    if any(isinstance(each, nn.Parameter) or _has_parameters(each) for each in _held_by(loss)):
         raise FactoryError(
             f"loss = {source.callable!r} has parameters, and is no nn.Module: they would never be "
             "trained; make it an nn.Module"
         )
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """Yield what a callable has: attributes, what it is a method of, arguments, its closure."""
+    yield from vars(function).values() if hasattr(function, "__dict__") else ()
+    yield getattr(function, "__self__", None)
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            yield cell.cell_contents
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -32,8 +32,13 @@ LEAST = 1e-30
 """A loss that counts as zero."""
 
 WAYS_OUT = (
-    "weigh the micro-batches by what it is a mean over (`loss_weight`), set num_microbatches = 1, "
-    'or set loss_scope = "micro-batch" if that is meant'
+    "return a mean over samples, weigh micro-batches by what it is a mean over (`loss_weight`), "
+    'set num_microbatches = 1, or loss_scope = "micro-batch" if that is meant'
+)
+
+WAYS_OUT_OF_METRICS = (
+    'give it update, compute and reset, as torchmetrics have, or set loss_scope = "micro-batch" '
+    "if a mean over micro-batches is meant"
 )
 
 
@@ -61,6 +66,7 @@ class Objective:
         self._name, self._call = name, call
         self._weigh, self._is_sum, self._state = weigh, is_sum, state
         self._is_trained = is_trained
+        self._ways_out = WAYS_OUT_OF_METRICS if name.startswith("metrics.") else WAYS_OUT
         self._last: tuple[Any, Any, int] | None = None
 
     def require_additive(self, outputs: Any, targets: Any, samples: int) -> None:
@@ -130,7 +136,7 @@ class Objective:
             raise ConfigError(
                 f"{self._name} depends on how a mini-batch is cut into micro-batches: it is "
                 f"{whole.item():.6g} of some samples together, and {mean:.6g} as a mean of their "
-                f"halves; {WAYS_OUT}"
+                f"halves; {self._ways_out}"
             )
 
     def _value(self, outputs: Any, targets: Any) -> Tensor:

@@ -97,6 +97,7 @@ from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_
 from rpcmp.worker.failure import stage_failure
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync import GradientSync
+from rpcmp.worker.inner_gradients import on_two_ways
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.requests import ForwardRequests, Inputs
@@ -166,6 +167,7 @@ class Stage(ComputeThreadOwner):
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
             memory_for=transport.memory_for,
+            partial=on_two_ways(graph, stage),
         )
         self._grad_sync = GradientSync(assignment, self.model, peer, memory_of)
         self.optimizer = StageOptimizer(

@@ -17,7 +17,7 @@ from tests.support.processes import JobFolder
 from tests.support.rebalanced import moved, train
 
 CHAIN = """
-steps = 8
+steps = 40
 num_microbatches = 3
 max_grad_norm = 0.5
 scheduler_interval = "step"

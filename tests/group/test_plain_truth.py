@@ -114,7 +114,7 @@ def test_one_micro_batch_or_a_word_of_the_user_lets_pass_what_depends_on_them(
 
 
 @pytest.mark.parametrize("recompute", ["", "stages=[{ recompute = true }, {}]"])
-@pytest.mark.parametrize("kind", ["attribute", "list", "buffer", "unstored buffer"])
+@pytest.mark.parametrize("kind", surprises.CARRIED)
 def test_what_forwards_carry_on_survives_evaluations_and_is_not_carried_twice(
     job: JobFolder, kind: str, recompute: str
 ) -> None:
@@ -282,3 +282,32 @@ def test_wrappers_are_refused_by_name(job: JobFolder, kind: str, reason: str) ->
     config = configured(job, 'model.layers="tests.zoo.surprises:wrapped_layers"', kwargs)
     with pytest.raises(JobError, match=f"layer 'first' {reason}"), local_group(config):
         pass
+
+
+GRAPH = """
+steps = 3
+num_microbatches = 4
+loss = "torch.nn:MSELoss"
+optimizer = {{ callable = "torch.optim:SGD", kwargs = {{ lr = 0.05 }} }}
+[[stages]]
+name = "hidden"
+module = "tests.zoo.surprises:hidden"
+[[stages]]
+name = "direct"
+module = "tests.zoo.surprises:Direct"
+kwargs = {{ asks = {asks} }}
+inputs = ["hidden", "input"]
+[data]
+train = "tests.zoo.surprises:pairs"
+batch_size = 8
+shuffle = false
+"""
+
+
+def test_a_gradient_of_a_part_of_the_model_is_refused(job: JobFolder) -> None:
+    config = loader.load_config(job.config(GRAPH.format(asks="true")))
+    reason = "another input was computed at another stage"
+    with local_group(config) as local, pytest.raises(JobError, match=reason):
+        local.train()
+    with local_group(loader.load_config(job.config(GRAPH.format(asks="false")))) as local:
+        assert len(local.train().losses) == plain.STEPS

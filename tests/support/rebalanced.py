@@ -13,7 +13,7 @@ from rpcmp.config.loader import load_config
 from rpcmp.errors import InterruptedJobError
 from rpcmp.job.server_pool import forks_for
 from rpcmp.job.training_run import TrainingRun, order_to_train
-from rpcmp.observability.events import Event, GenerationEvent, StepEvent
+from rpcmp.observability.events import Event, GenerationEvent, RebalanceEvent, StepEvent
 from tests.support.processes import Result
 
 
@@ -30,7 +30,8 @@ def train(
     """Run a job to its end, with another balance after some of the steps.
 
     Args:
-        moves: the balances to go on with, by the steps after whose events they are asked for.
+        moves: the balances to go on with, by the steps after whose events they are asked for, or
+            after that of a later one, once the layers have moved that were asked for before.
         settings: of the config, "KEY=VALUE".
         after_step: called with each step; if it returns True, the run is interrupted.
         until: whether the run is interrupted after an event; by default it runs to its end.
@@ -38,6 +39,7 @@ def train(
         on_generation: called once a generation has formed, before it does anything.
     """
     left, events = dict(moves), list[dict[str, Any]]()
+    is_moving = False
 
     async def run() -> None:
         config, order = load_config(path, settings), order_to_train()
@@ -47,8 +49,13 @@ def train(
             training = TrainingRun(config, connect, report, "fresh", forks)
 
             def move(event: Event) -> None:
-                if isinstance(event, StepEvent) and (balance := left.pop(event.step, None)):
-                    training.rebalance(balance, "asked for")
+                nonlocal is_moving
+                if isinstance(event, RebalanceEvent):
+                    is_moving = False
+                is_due = isinstance(event, StepEvent) and any(step <= event.step for step in left)
+                if is_due and not is_moving:
+                    is_moving = True
+                    training.rebalance(left.pop(min(left)), "asked for")
                 is_over = isinstance(event, StepEvent) and after_step and after_step(event)
 
                 if isinstance(event, GenerationEvent) and on_generation:

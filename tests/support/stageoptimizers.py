@@ -14,8 +14,8 @@ from tests.support.rounds import compute_thread
 
 def made(*stages: dict[str, Any], of: int = 0, **job: Any) -> tuple[StageModel, StageOptimizer]:
     """Return the model of one of these stages, and the optimizer that trains it."""
-    data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}, **job}
-    config = parse_config({**data, "stages": list(stages), "scheduler_interval": "step"})
+    data = {"loss": "torch.nn:MSELoss", "model": {"layers": "tests.zoo.models:layers"}}
+    config = parse_config({**data, "scheduler_interval": "step", **job, "stages": list(stages)})
     assignment = assign(config)[of]
     model = StageModel(assignment)
     compute = compute_thread(config.options.schedule)

@@ -108,3 +108,17 @@ def test_a_config_need_not_say_what_our_losses_count(loss: str, weight: str | No
     own = parse_config({**config, "loss_weight": "m:weight"}).weighing
     assert own is not None
     assert (own.callable, own.kwargs) == ("m:weight", {})
+
+
+def test_an_aux_loss_is_added_with_a_weight_and_never_dropped_in_silence() -> None:
+    outputs = {"logits": torch.randn(2, 3, 5), "aux_loss": torch.tensor(2.0)}
+    labels = torch.randint(0, 5, (2, 3))
+    plain = causal_lm({"logits": outputs["logits"]}, labels)
+    with pytest.raises(ValueError, match=r"returns an aux_loss.*aux_weight"):
+        causal_lm(outputs, labels)
+    assert causal_lm(outputs, labels, aux_weight=0.0) == plain
+    assert causal_lm(outputs, labels, aux_weight=0.5) == plain + 1.0
+    loss = {"callable": "rpcmp.losses:causal_lm", "kwargs": {"aux_weight": 0.5, "ignore_index": 1}}
+    config = parse_config({"model": {"layers": "m:layers"}, "loss": loss})
+    assert config.weighing is not None
+    assert config.weighing.kwargs == {"ignore_index": 1}

@@ -338,6 +338,24 @@ def test_a_parameter_shows_its_hooks_and_they_are_called_for_none_as_well(kind: 
     assert not parameter._post_accumulate_grad_hooks
 
 
+def test_a_module_shows_its_hooks_and_its_buffers_and_a_tensor_its_version() -> None:
+    """rpcmp.splitting.side_effects and rpcmp.worker.forward_state look at them."""
+    module = torch.nn.BatchNorm1d(2)
+    assert not module._backward_hooks
+    assert not module._backward_pre_hooks
+    assert {*module._buffers} == {"running_mean", "running_var", "num_batches_tracked"}
+    assert module._parameters["weight"] is module.weight
+    module.register_full_backward_hook(lambda *args: None)
+    module.register_full_backward_pre_hook(lambda *args: None)
+    assert len(module._backward_hooks) == len(module._backward_pre_hooks) == 1
+    before = module.weight._version
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert module.weight._version > before
+    apply = vars(torch.autograd.Function)["apply"]  # written in Python or, since 2.14, in C
+    assert apply.__get__(None, torch.autograd.Function).__self__ is torch.autograd.Function
+
+
 def test_hooks_on_saved_tensors_can_be_seen() -> None:
     top = torch._C._autograd._top_saved_tensors_default_hooks
     assert top(False) is None

@@ -212,6 +212,14 @@ class Holder:
         return loss
 
 
+CARRIED = ["attribute", "list", "buffer", "unstored buffer", "generator", "object"]
+
+
+class Inside:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Carrying(nn.Module):
     """Adds what it kept of the mini-batch before, in an attribute or a buffer."""
 
@@ -223,6 +231,7 @@ class Carrying(nn.Module):
         self.inner = nn.Linear(4, 8)
         self.kind = kind
         self.before: Any = None if kind == "attribute" else [torch.zeros(8, dtype=torch.float64)]
+        self.noise, self.inside = np.random.default_rng(3), Inside()
         self.register_buffer("kept", torch.zeros(8, dtype=torch.float64))
         self.register_buffer("aside", torch.zeros(8, dtype=torch.float64), persistent=False)
         filled(self)
@@ -236,6 +245,11 @@ class Carrying(nn.Module):
         elif self.kind == "list":
             y = y + self.before[-1]
             self.before.append(new)
+        elif self.kind == "generator":
+            y = y * (1 + self.noise.random())
+        elif self.kind == "object":
+            self.inside.calls += 1
+            y = y / self.inside.calls
         elif self.kind == "buffer":
             y = y + self.kept
             self.kept.copy_(new)
@@ -415,3 +429,26 @@ def wrapped(kind: str) -> nn.Module:
 
 def wrapped_layers(kind: str) -> list[tuple[str, Any]]:
     return [("first", lambda: wrapped(kind)), ("last", nn.Identity)]
+
+
+class Direct(nn.Module):
+    """Reads the inputs again, and adds how steep it is in them."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.inner = nn.Linear(12, 1)
+        filled(self, 5)
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        x.requires_grad_(self.asks)
+        with torch.enable_grad():
+            y: Tensor = self.inner(torch.cat([hidden, x], 1))
+            if self.asks:
+                (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+                y = y + slope.square().sum(1, keepdim=True)
+        return y
+
+
+def hidden() -> nn.Module:
+    return filled(nn.Linear(4, 8))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import subprocess
 import sys
+import threading
 from collections import UserDict
 from contextlib import closing
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import psutil
@@ -25,7 +27,7 @@ from torch.utils.data import (
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded
+from rpcmp.data.batches import Batches, Loaded, received
 from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import random_streams
 from tests.support.forkedcall import in_a_fork
@@ -277,3 +279,13 @@ def test_a_mini_batch_that_is_not_a_pair_is_described() -> None:
 
 def _triple(samples: list[Any]) -> tuple[Any, ...]:
     return (torch.arange(len(samples)),) * 3
+
+
+class HasLock:
+    def __iter__(self) -> Any:
+        return iter(pickle.dumps(threading.Lock()))
+
+
+def test_a_dataset_that_cannot_be_sent_to_loaders_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"num_workers processes \(TypeError: cannot pickle"):
+        next(received(cast(Any, HasLock())))

@@ -182,3 +182,31 @@ def asserting(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 def reading(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     total: torch.Tensor = outputs[0].sum()
     return total / float(targets.sum())
+
+
+class Growing(nn.Module):
+    """Sums its tokens, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(tokens).cumsum(1))
+        return out
+
+
+def test_a_first_sequence_of_one_token_fixes_no_length() -> None:
+    one = torch.ones(3, 1, dtype=torch.int64)
+    longer = module_cut.lengthened({"tokens": one, "mask": torch.ones(3, 1), "size": torch.ones(3)})
+    assert {name: list(each.shape) for name, each in longer.items()} == {
+        "tokens": [3, 9],
+        "mask": [3, 9],
+        "size": [3],
+    }
+    assert module_cut.lengthened(torch.ones(3, 1)) is None  # a feature
+    assert module_cut.lengthened(torch.ones(3, 5, dtype=torch.int64)) is None
+    config = parse_config({"model": {"module": "m:net"}, "loss": "torch.nn:MSELoss"})
+    assert config.model is not None
+    split = module_cut._split(Growing(), one, config.model, None)
+    assert split.inputs[0].sizes == [None, None]

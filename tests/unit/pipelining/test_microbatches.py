@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,3 +133,15 @@ def test_only_layers_trained_with_batch_statistics_need_two_samples() -> None:
     ]
     for make, found in needs:
         assert microbatches.smallest_for([nn.Identity(), make()]) == found
+
+
+def test_numbers_of_whole_micro_batches_are_joined_only_if_all_are_one() -> None:
+    def part(aux: float, count: int) -> dict[str, object]:
+        return {"logits": torch.ones(2), "aux": torch.tensor(aux), "count": count}
+
+    joined = microbatches.join([part(math.nan, 1), part(math.nan, 1)])
+    assert joined["logits"].shape == (4,)
+    assert joined["count"] == 1
+    for other in (part(2.0, 1), part(1.0, 2)):
+        with pytest.raises(ConfigError, match="has no dimension of samples"):
+            microbatches.join([part(1.0, 1), other])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,3 +278,17 @@ def test_a_fused_kernel_gets_state_with_the_strides_of_its_parameter(kept: str) 
         step(each, 2)
     if kept == "contiguous":
         assert str(state(other_model, other)) == str(state(model, optimizer))
+
+
+def test_a_stage_that_was_frozen_starts_its_optimizer_and_its_scheduler_catches_up() -> None:
+    model, optimizer = made(OWN)
+    for _ in range(3):
+        train(model, optimizer)
+    was_frozen = replace(state(model, optimizer), groups=None, scheduler=None, state={})
+    _, other = made(OWN)
+    other.restore(was_frozen)
+    assert other.steps == 3
+    assert other._learning_rates() == optimizer._learning_rates()
+    _, other = made(OWN, scheduler_interval="epoch")
+    with pytest.raises(ConfigError, match="was frozen until step 3"):
+        other.restore(was_frozen)

@@ -1,0 +1,89 @@
+"""What forwards change is put back, and goes on in another process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.rpc.tensors import decode_tree, encode_tree
+from rpcmp.worker.forward_state import (
+    ChangedAttributes,
+    ForwardState,
+    ParameterWatch,
+    put_back,
+)
+from tests.zoo.surprises import CARRIED, Carrying
+
+CPU = torch.device("cpu")
+
+
+def called(module: nn.Module, times: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randn(times, 3, 4, generator=generator, dtype=torch.float64)
+    return [module(each).detach() for each in draw]
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_what_was_put_back_goes_on_as_if_nothing_had_been_between(kind: str) -> None:
+    module, other = Carrying(kind), Carrying(kind)
+    state = ForwardState([("layer.", module)])
+    before = state.copy()
+    first = called(module, 2)
+    put_back(before)
+    assert all(map(torch.equal, first, called(module, 2)))
+    state.learn(before)
+    names = {each.place.name for each in state.copy()}
+    assert len(names) == 1
+    known = state.copy()
+    called(module, 3)
+    put_back(known)
+    called(other, 2)
+    assert all(map(torch.equal, called(module, 2), called(other, 2)))
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_a_new_module_goes_on_from_a_snapshot(kind: str) -> None:
+    module, new = Carrying(kind), Carrying(kind)
+    attributes = ChangedAttributes([("layer.", module)], CPU)
+    assert attributes.read() == {}
+    called(module, 2)
+    tensors: dict[str, Tensor] = {}
+    tree = json.loads(json.dumps(encode_tree(attributes.read(), tensors)))
+    kept = {name: value.clone() for name, value in tensors.items()}
+    new.load_state_dict(copy.deepcopy(module.state_dict()))
+    expected = called(module, 2)
+    ChangedAttributes([("layer.", new)], CPU).restore(decode_tree(tree, kept))
+    assert all(map(torch.equal, called(new, 2), expected))
+
+
+class Odd(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def test_what_no_snapshot_can_hold_is_named() -> None:
+    module = Odd(deque([1]))
+    attributes = ChangedAttributes([("layer.", module)], CPU)
+    module.value.append(2)
+    with pytest.raises(ConfigError, match=r"changes the attribute 'layer\.value', deque, which no"):
+        attributes.read()
+    before = ForwardState([("", module)]).copy()
+    module.value.clear()
+    put_back(before)
+    assert list(module.value) == [1, 2]
+
+
+def test_a_parameter_that_was_changed_by_its_data_is_found() -> None:
+    module = nn.Linear(3, 2)
+    watch = ParameterWatch(dict(module.named_parameters()))
+    assert watch.changed() == ""
+    module.bias.data.mul_(2)
+    assert watch.changed() == "bias"
