@@ -298,7 +298,7 @@ class Checkpoints:
             rng={"seed": self._config.seed, **RNG},
             versions=self._software,
             config=stored(self._config),
-            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            written=datetime.now(UTC).isoformat(timespec="milliseconds"),
             stages=[
                 StageFile(
                     name=stage,
