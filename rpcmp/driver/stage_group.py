@@ -7,6 +7,7 @@ process. See `rounds` for how micro-batches go through the stages.
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,8 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import Transport, results
 from rpcmp.worker.stage import Stage
+
+log = logging.getLogger(__name__)
 
 
 class StageGroup:
@@ -82,6 +85,17 @@ class StageGroup:
                 config, batch, lambda inputs, count, step: self._predictions(inputs, step, count)
             )
         self._is_checked = True
+
+    def tell_statistics(self) -> None:
+        """Say in the log that batch normalization does not see whole mini-batches."""
+        size, count = self._config.require_data("training").batch_size, self.num_full_microbatches
+        if count > 1 and max(self._needed.values(), default=1) > 1:
+            log.info(
+                "batch normalization takes the statistics of each micro-batch, of %d samples, and "
+                "not of the whole mini-batch of %d",
+                size // count,
+                size,
+            )
 
     def require_enough(self, samples: int) -> None:
         """Check that the run's smallest mini-batch, of `samples`, makes a micro-batch."""

@@ -116,6 +116,7 @@ class Training:
         self._segment: list[float] | None = None
         self._endless = self._steps.after(self.progress.step)
         group.require_enough(fewest_samples(config, datasets.train))
+        group.tell_statistics()
         for text in group.warnings():
             report(WarningEvent(text=text))
         self._tuning = SelfTuning(

@@ -14,10 +14,10 @@ calls does nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from rpcmp.config.topology import member_name
-from rpcmp.errors import JobError, RpcmpError, StageError, WorkerDiedError
+from rpcmp.errors import ConfigError, JobError, RpcmpError, StageError, WorkerDiedError
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc.messages import Peer
 from rpcmp.rpc.shared_memory import OwnMemory
@@ -49,6 +49,8 @@ class GradientSync:
         def num_replicas(stage: str) -> int:
             return config.turns_of(stage).num_replicas
 
+        tied = {each.name for group in assignment.tied for each in group}
+        _require_dense(model, own.num_replicas > 1, tied)
         replicas = [peer(member_name(own.stage, rank)) for rank in range(own.num_replicas)]
         trained = [value for _, value in model.named_parameters() if value.requires_grad]
         self.mailbox = TensorMailbox()
@@ -129,3 +131,15 @@ class GradientSync:
             raise
         except Exception as error:
             raise stage_failure(self._own.label, "sum", error, step) from error
+
+
+def _require_dense(model: StageModel, is_replicated: bool, tied: Collection[str]) -> None:
+    """Refuse layers whose gradients are sparse, where gradients of several workers are summed."""
+    for prefix, module in model.stateful():
+        for path, part in module.named_modules():
+            name = f"{prefix}{path}.weight" if path else f"{prefix}weight"
+            if getattr(part, "sparse", False) is True and (is_replicated or name in tied):
+                raise ConfigError(
+                    f"{name!r} gets sparse gradients, which cannot be summed over workers: make "
+                    "its layer with sparse=False"
+                )

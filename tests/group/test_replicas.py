@@ -127,6 +127,17 @@ def test_accumulated_gradients_are_all_reduced_once() -> None:
         pipeline.optimizer.step()  # the gradients of the first call are still there
 
 
+def test_sparse_gradients_that_would_have_to_be_summed_are_refused_at_once() -> None:
+    data = {
+        "model": {"layers": "zoo:sparse", "kwargs": {"says_so": True}},
+        "stages": [{"replicas": 2}],
+        "loss": "zoo:token_loss",
+    }
+    config = Config.model_validate(data).with_folder(ZOO)
+    with pytest.raises(StageError, match=r"'embed\.weight' gets sparse gradients"):
+        local_pipeline(config).__enter__()
+
+
 def test_a_failed_all_reduce_is_an_error_and_the_pipeline_stays_usable() -> None:
     data = {
         "model": {"layers": "zoo:sparse"},

@@ -644,10 +644,17 @@ def die_once(marker: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sparse() -> Layers:
+class Looking(nn.Embedding):
+    """An embedding whose gradient is sparse, without saying so."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight, sparse=True)
+
+
+def sparse(says_so: bool = False) -> Layers:
     """A layer whose gradient is sparse."""
     return [
-        ("embed", lambda: nn.Embedding(11, 8, sparse=True)),
+        ("embed", lambda: nn.Embedding(11, 8, sparse=True) if says_so else Looking(11, 8)),
         ("head", lambda: nn.Linear(8, 11)),
     ]
 

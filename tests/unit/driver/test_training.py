@@ -66,6 +66,8 @@ class Stages:
     def warnings(self) -> list[str]:
         return []
 
+    def tell_statistics(self) -> None: ...
+
     def start_step(
         self,
         batch: Batch,
