@@ -141,7 +141,8 @@ def unpack(
         optimizer |= part.state
         base |= part.base or {}
         attributes |= part.attributes
-    if missing := sorted(set(model) - set(merged)):
+    missing = sorted(name for name in set(model) - set(merged) if not name.startswith("loss."))
+    if missing:
         raise CheckpointError(f"stage {stage!r} misses {', '.join(missing)} in {', '.join(paths)}")
     training = [part for part in parts if part.groups is not None]
     _require_agreement(training, stage, set(trained))

@@ -89,6 +89,11 @@ class Config(JobSettings):
             return self.num_microbatches
         return min(self.num_microbatches, self.data.batch_size // (self.data.min_microbatch or 1))
 
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether micro-batches have to be as good as the mini-batch that they are of."""
+        return self.num_full_microbatches > 1 and self.loss_scope is None
+
     def with_full_microbatches(self) -> Self:
         """Return the job with as many micro-batches as its full mini-batches really have."""
         count = self.num_full_microbatches

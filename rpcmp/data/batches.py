@@ -7,6 +7,7 @@ resumed in its middle.
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import gc
@@ -62,12 +63,20 @@ class Batches:
         dataset: map-style, of (input, target) pairs of tensors, or of tuples and dicts of them.
         seed: the config's; an epoch's order is drawn from seed + epoch.
         training: shuffle or sample, and drop an incomplete last mini-batch, if the config says so.
+        is_cut: see Collate.
     """
 
-    def __init__(self, dataset: Dataset[Any], data: DataConfig, seed: int, training: bool) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        data: DataConfig,
+        seed: int,
+        training: bool,
+        is_cut: bool = True,
+    ) -> None:
         sampler = sampler_of(dataset, data, seed) if training else None
         self._order = SampleOrder(require_sized(dataset), data, seed, training, sampler)
-        collate = Collate(data.collate)
+        collate = Collate(data.collate, is_cut)
         # torch's loaders hand memory over by Unix sockets, which a confined process may not use.
         self._sends_bytes = data.num_workers > 0 and is_confined()
         self._loader: DataLoader[Any] = DataLoader(
@@ -122,28 +131,30 @@ class Collate:
 
     Args:
         source: the config's own function; None: torch's.
+        is_cut: whether mini-batches are cut along their first dimension.
     """
 
-    def __init__(self, source: Factory | None) -> None:
+    def __init__(self, source: Factory | None, is_cut: bool = True) -> None:
         self._source = source
-        self._is_tried = source is None
+        self._is_tried = source is None or not is_cut
 
     def __call__(self, samples: Any) -> Any:
         made = self._function(samples)
         if not self._is_tried and len(samples) > 1:
             self._is_tried = True
-            self._try(made, samples[:-1])
+            self._try(made, samples)
         return made
 
-    def _try(self, made: Any, fewer: Any) -> None:
+    def _try(self, made: Any, samples: Any) -> None:
         assert self._source is not None
         try:
             with random_streams.kept():
-                tried = self._function(fewer)
-        except Exception:  # it has changed the samples, or needs as many
+                tried = copy.deepcopy(self._function)(samples[:-1])
+        except Exception:  # it has changed the samples, needs as many, or cannot be copied
             return
         for (path, one), (_, other) in zip(*map(_leaves, (made, tried)), strict=False):
-            if one.shape[:1] == other.shape[:1]:
+            is_moved = one.shape[1:] != other.shape[1:]  # the samples are another dimension
+            if one.shape[:1] == other.shape[:1] and (is_moved or one.shape[0] == len(samples)):
                 where = ".".join(map(str, path))
                 raise ConfigError(
                     f"data.collate = {self._source.callable!r} returns a tensor {list(one.shape)} "
@@ -194,11 +205,16 @@ def _leaves(batch: Any) -> list[tuple[pytree.Path, torch.Tensor]]:
 
 
 def map_batches(
-    dataset: Dataset[Any], what: str, data: DataConfig, seed: int, training: bool
+    dataset: Dataset[Any],
+    what: str,
+    data: DataConfig,
+    seed: int,
+    training: bool,
+    is_cut: bool = True,
 ) -> Batches:
     """Return the mini-batches of a map-style dataset, which has to make one at least."""
     require_enough(len(require_sized(dataset)), what, data, training)
-    return Batches(dataset, data, seed, training)
+    return Batches(dataset, data, seed, training, is_cut)
 
 
 def create_dataset(source: Factory, what: str, seed: int) -> Dataset[Any]:

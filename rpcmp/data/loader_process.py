@@ -80,7 +80,11 @@ class Loading:
                 dataset = batches.create_dataset(source, f"data.{name}", self._config.seed)
                 made: Samples | StreamReader | PassReader
                 if not batches.is_stream(dataset):
-                    made = Samples(dataset, self._config.seed, Collate(section.collate))
+                    made = Samples(
+                        dataset,
+                        self._config.seed,
+                        Collate(section.collate, self._config.has_equal_parts),
+                    )
                 elif name == "train":
                     made = StreamReader(self._config)
                 else:

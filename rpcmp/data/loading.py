@@ -25,7 +25,7 @@ def training_batches(config: Config, purpose: str = "training") -> TrainBatches:
     dataset = create_dataset(section.train, "data.train", config.seed)
     if is_stream(dataset):  # built again by the processes that read it
         return StreamBatches(config, section.num_workers)
-    return map_batches(dataset, "data.train", section, config.seed, training=True)
+    return map_batches(dataset, "data.train", section, config.seed, True, config.has_equal_parts)
 
 
 def evaluation_batches(config: Config) -> EvaluationBatches | None:
@@ -36,4 +36,4 @@ def evaluation_batches(config: Config) -> EvaluationBatches | None:
     dataset = create_dataset(section.test, "data.test", config.seed)
     if is_stream(dataset):
         return StreamPass(dataset, config)
-    return map_batches(dataset, "data.test", section, config.seed, training=False)
+    return map_batches(dataset, "data.test", section, config.seed, False, config.has_equal_parts)

@@ -187,7 +187,7 @@ class _ShareSamples:
 
     def __init__(self, config: Config, own: int, num_shares: int, start: Share | None) -> None:
         section = config.require_data("training")
-        self.collate = Collate(section.collate)
+        self.collate = Collate(section.collate, config.has_equal_parts)
         self._seed, self._batch_size = config.seed, section.batch_size
         self._own, self._num_shares, self._start = own, num_shares, start
         self._passes = 0 if start is None else start.passes

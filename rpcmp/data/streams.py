@@ -156,7 +156,7 @@ class StreamPass:
                 "`__iter__` begins anew"
             )
         self._dataset, self._seed, self._batch_size = dataset, config.seed, section.batch_size
-        self._collate = Collate(section.collate)
+        self._collate = Collate(section.collate, config.has_equal_parts)
 
     @property
     def fewest(self) -> int:

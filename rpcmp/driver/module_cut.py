@@ -50,8 +50,11 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 64
 """Cuts that are kept; the oldest goes first."""
 
-COPIES_IN_A_PROOF = 5
-"""Of all parameters: their values, those of before, and the gradients of both."""
+COPIES_IN_A_PROOF = 7
+"""Of all parameters: their values, those of before and after, the gradients of both, and more."""
+
+MOST_OPERATIONS = 2e12
+"""Of a proof, some ten seconds to a minute of a processor; beyond, it is left to `rpcmp verify`."""
 
 LABELS = ("labels", "label", "label_ids")
 """Parts of a batch that a model could take, and would compute a loss of its own with."""
@@ -92,9 +95,9 @@ def cut_module(config: Config) -> ModelCut:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
         split = _split(module, sample, model, autocast)
         took = time.monotonic() - started
-        if (proven := _with_values(config, module)) is not None:
+        if (proven := _with_values(config, module, sample)) is not None:
             others = few_samples(inputs, count, start=count)
-            proof.prove(proven, split, [sample, others], autocast, took, _has_parts(config))
+            proof.prove(proven, split, [sample, others], autocast, took, config.has_equal_parts)
         cut = as_cut(split, module)
         if cached is not None:
             _write(cached, cut)
@@ -221,23 +224,22 @@ def lengthened(inputs: Any, length: int = 9) -> Any:
     return pytree.map_tensors(longer, inputs)
 
 
-def _has_parts(config: Config) -> bool:
-    """Whether a mini-batch is cut into parts that have to be as good as the whole."""
-    return config.num_full_microbatches > 1 and config.loss_scope is None
-
-
-def _with_values(config: Config, module: nn.Module) -> nn.Module | None:
+def _with_values(config: Config, module: nn.Module, sample: Any) -> nn.Module | None:
     """Return the module with values to compute with; None if there is no memory for that.
 
     They are its constructor's where that draws them; zeros get others, or gradients behind them
     would be zero as well.
     """
     size = sum(each.numel() * each.element_size() for each in module.parameters())
+    count = sum(each.numel() for each in module.parameters())
+    positions = max(each.numel() for each in pytree.tensors(sample)) if count > 10**8 else 0
     free = devices.available_bytes(devices.CPU)
-    if free is not None and size * COPIES_IN_A_PROOF > free:
+    if (free is not None and size * COPIES_IN_A_PROOF > free) or (
+        12 * count * positions > MOST_OPERATIONS
+    ):
         log.warning(
-            "the module's parameters, %.1f GiB, are too large for this host to compare the layers "
-            "with the module before they train: try `rpcmp verify` with a smaller one",
+            "the module's parameters, %.1f GiB, are too large to compare the layers with the "
+            "module on this host before they train: try `rpcmp verify` with a smaller one",
             size / 2**30,
         )
         return None
@@ -247,6 +249,8 @@ def _with_values(config: Config, module: nn.Module) -> nn.Module | None:
         for parameter in proven.parameters():
             if config.init is not None and not parameter.is_floating_point():
                 parameter.zero_()
+            elif parameter.is_floating_point() and parameter.dim() < 2 and config.init is not None:
+                parameter.uniform_(0.1, 0.3, generator=generator)  # a scale may have to be positive
             elif parameter.is_floating_point() and (config.init or not parameter.any()):
                 parameter.uniform_(-0.1, 0.1, generator=generator)
     return proven
@@ -285,7 +289,7 @@ def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> 
         "model": [model.source, model.kwargs, model.split],
         "module": _described(module),
         "precision": config.autocast,
-        "parts": _has_parts(config),
+        "parts": config.has_equal_parts,
         "sample": shapes,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]

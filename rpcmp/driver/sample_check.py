@@ -20,7 +20,7 @@ from torch import Tensor
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import SOURCES
 from rpcmp.data.batches import Loaded
-from rpcmp.errors import ConfigError, StageError
+from rpcmp.errors import ConfigError, DeviceLostError, StageConfigError, StageError
 from rpcmp.pipelining import pytree
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 0.01}
@@ -57,8 +57,10 @@ def require_independent(config: Config, batch: Loaded, predict: Predict) -> None
             reason = next(_differences(together, apart), "")
             if not reason or _draws(predict, two, together):
                 return
-        except StageError:  # it cannot do with single samples, or needs more
-            return
+        except (StageConfigError, DeviceLostError):
+            raise
+        except (StageError, ValueError, TypeError, RuntimeError):
+            return  # it cannot do with single samples, or returns no tensors of samples
     if reason:
         raise ConfigError(
             f"{reason}: the first dimension does not count samples, or a layer mixes or carries on "

@@ -80,7 +80,7 @@ class StageGroup:
     def _require_independent(self, batch: Loaded) -> None:
         """Check the samples of the first mini-batch, once; see `sample_check`."""
         config, count = self._config, self._rounds.count(batch.num_samples, True)
-        if config.loss_scope is None and config.cut is None and count > 1 and not self._is_checked:
+        if config.has_equal_parts and config.cut is None and count > 1 and not self._is_checked:
             sample_check.require_independent(
                 config, batch, lambda inputs, count, step: self._predictions(inputs, step, count)
             )

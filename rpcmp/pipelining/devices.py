@@ -90,6 +90,20 @@ def seed_accelerator(seed: int) -> None:
         )
 
 
+def accelerator_rng() -> list[tuple[Any, Any]]:
+    """Return the generators' states of all devices, if this process uses any; see `set_rng`."""
+    return [
+        (module, module.get_rng_state_all())
+        for module in _in_use()
+        if hasattr(module, "get_rng_state_all") and hasattr(module, "set_rng_state_all")
+    ]
+
+
+def set_accelerator_rng(states: list[tuple[Any, Any]]) -> None:
+    for module, state in states:
+        module.set_rng_state_all(state)
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device that a config's name stands for on this host; it may not exist.
 

@@ -113,7 +113,7 @@ def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:
         ) from error
     if not isinstance(module, nn.Module):
         raise FactoryError(f"layer {name!r} is {type(module).__name__}, not an nn.Module")
-    require_plain(module, f"layer {name!r}")
+    require_plain(module, f"layer {name!r}", cuts=False)
     return module
 
 

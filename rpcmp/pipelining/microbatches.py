@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.pytree import describe, leaves_with_path, map_leaves, map_tensors
+from rpcmp.pipelining.pytree import describe, leaves_with_path, map_leaves, map_tensors, tensors
 
 NEEDS_TWO = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -100,24 +100,29 @@ def split(batch: Any, num_microbatches: int, smallest: int = 1) -> list[Any]:
 def join(parts: list[Any]) -> Any:
     """Concatenate trees of equal structure, tensor by tensor; the inverse of `split`.
 
+    Of numbers without a dimension of samples it is the mean, each part weighted by its samples.
+
     Raises:
-        ConfigError: micro-batches have numbers that differ, and no dimension of samples.
+        ConfigError: such numbers differ, and have no mean.
     """
     columns = zip(*(leaves_with_path(part) for part in parts), strict=True)
+    rows = [next((each.shape[0] for each in tensors(part) if each.dim()), 1) for part in parts]
 
     def joined(leaf: Any) -> Any:
         column = next(columns)
         values = [value for _, value in column]
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return torch.cat(values)
-        if any(not _is_same(value, leaf) for value in values):
-            name = ".".join(map(str, column[0][0])) or "the output"
-            raise ConfigError(
-                f"{name} has no dimension of samples, and each of {len(parts)} micro-batches has "
-                "another: leave it out of what the model returns in evaluation, or set "
-                "num_microbatches = 1"
-            )
-        return leaf
+        if all(_is_same(value, leaf) for value in values):
+            return leaf
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return sum(value * (n / sum(rows)) for value, n in zip(values, rows, strict=True))
+        name = ".".join(map(str, column[0][0])) or "the output"
+        raise ConfigError(
+            f"{name} has no dimension of samples, and each of {len(parts)} micro-batches has "
+            "another: leave it out of what the model returns in evaluation, or set "
+            "num_microbatches = 1"
+        )
 
     return map_leaves(joined, parts[0])
 

@@ -39,12 +39,14 @@ def seed_all(*parts: int | str) -> None:
 def kept() -> Iterator[None]:
     """Leave the generators of this process as they were before this block."""
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    on_devices = devices.accelerator_rng()
     try:
         yield
     finally:
         random.setstate(before[0])
         numpy.random.set_state(before[1])
         torch.set_rng_state(before[2])
+        devices.set_accelerator_rng(on_devices)
 
 
 def seed_plainly(seed: int) -> None:

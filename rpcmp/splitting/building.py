@@ -199,15 +199,18 @@ WRAPPERS = {
 """Modules of torch around another, by class, and what to do without."""
 
 
-def require_plain(module: nn.Module, what: str) -> None:
+def require_plain(module: nn.Module, what: str, cuts: bool = True) -> None:
     """Check that a module is no wrapper, whose names of parameters no plain model has.
+
+    Args:
+        cuts: whether it is to be cut, which TorchScript cannot be.
 
     Raises:
         FactoryError: it or a part of it is one, or is TorchScript.
     """
     for path, part in module.named_modules():
         kind, where = type(part), f" in {path!r}" if path else ""
-        if isinstance(part, torch.jit.ScriptModule):
+        if cuts and isinstance(part, torch.jit.ScriptModule):
             raise FactoryError(
                 f"{what} returns TorchScript{where}, which cannot be cut: return the eager module"
             )

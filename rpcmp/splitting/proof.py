@@ -14,6 +14,7 @@ be added in another order, which is why rounding is let pass.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,29 @@ def prove(
     Raises:
         ConfigError: they differ, or may later, and why.
     """
+    with _as_exported():
+        _prove(module, split, batches, autocast, seconds, in_microbatches)
+
+
+@contextlib.contextmanager
+def _as_exported() -> Iterator[None]:
+    """Let torch's transformer layers compute in evaluation what they do in training."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which leaves padding at zero
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _prove(
+    module: nn.Module,
+    split: Split,
+    batches: Sequence[Any],
+    autocast: torch.dtype | None,
+    seconds: float,
+    in_microbatches: bool,
+) -> None:
     proof = _Proof(module, split, autocast)
     if hooks := backward_hooks(module):
         listed = _some(hooks)
@@ -136,20 +160,31 @@ class _Proof:
             return
         before, sizes = self._values(), [_rows(batch) for batch in batches]
         _, whole = self._called(self._call_module, _joined(batches), True, 0)
-        if any(isinstance(each, Tensor) and _rows(each) != sum(sizes) for each in whole):
-            return  # a number of all samples together
-        gradients = _drawn(whole, 1.0)
+        if self._draws(batches[0]):
+            return  # also in evaluation, and for other samples other numbers
+        of_samples = [isinstance(e, Tensor) and _rows(e) == sum(sizes) for e in whole]
+        gradients = [
+            drawn if is_one else None
+            for drawn, is_one in zip(_drawn(whole, 1.0), of_samples, strict=True)
+        ]
         _backward(whole, gradients)
         expected = dict(self._gradients())
         self._give(before)
         parts, rows = [], [0, *itertools.accumulate(sizes)]
         for batch, start, end in zip(batches, rows, rows[1:], strict=False):
             parts.append(self._called(self._call_module, batch, True, 0)[1])
-            _backward(parts[-1], [each if each is None else each[start:end] for each in gradients])
+            own = [each if each is None else each[start:end] for each in gradients]
+            for one, gradient in zip(parts[-1], own, strict=True):
+                if gradient is not None and one.shape != gradient.shape:
+                    raise self.error(
+                        f"returns {list(gradient.shape)} of some samples of a mini-batch, and "
+                        f"{list(one.shape)} if they are a micro-batch: {BY_PARTS}"
+                    )
+            _backward(parts[-1], own)
         self._give(before)
         found = dict(self._gradients())
         for number, (each, *pieces) in enumerate(zip(whole, *parts, strict=True)):
-            if isinstance(each, Tensor):
+            if of_samples[number]:
                 joined = torch.cat([piece.detach() for piece in pieces])
                 if _some_rows_differ(joined, each.detach(), self._loosely):
                     return  # by rounding, where a decision hangs on it
@@ -159,6 +194,13 @@ class _Proof:
                 "computes something else for samples in two micro-batches than for all of them "
                 f"together: {difference}; {BY_PARTS}"
             )
+
+    def _draws(self, batch: Any) -> bool:
+        """Whether a call, in the present mode, draws random numbers."""
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        self._called(self._call_module, batch, False, 0)
+        return not torch.equal(before, torch.get_rng_state())
 
     def error(self, reason: str) -> ConfigError:
         return ConfigError(f"{type(self._module).__name__} {reason}")

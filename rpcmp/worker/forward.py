@@ -78,7 +78,7 @@ class Execution:
         memory_for: Callable[[Sharing], OwnMemory | None] = lambda _: None,
         partial: Sequence[bool] | None = None,
     ) -> None:
-        self._partial = partial
+        self._partial, self._has_trained = partial, False
         self._memory_for = memory_for
         self._stage = stage
         self._model = model
@@ -206,9 +206,19 @@ class Execution:
         targets, weight = received.targets_on_device(), received.targets.weight
         self._model.prove_objective(outputs, targets, meta, weight)
         loss = self._model.loss(outputs, targets, meta, weight)
-        if not loss.requires_grad and (weight is None or weight.own):
-            raise ConfigError(NOTHING_TRAINED)
+        self._require_trained(loss, outputs, meta, weight is None or weight.own > 0)
         return loss
+
+    def _require_trained(
+        self, loss: Tensor, outputs: Any, meta: MicrobatchMeta, counts: bool
+    ) -> None:
+        """Check that some loss of the first step has a gradient; one of nothing may have none."""
+        self._has_trained |= loss.requires_grad
+        if self._has_trained or not counts:
+            return
+        is_last = meta.number == meta.round.num_microbatches - 1
+        if is_last or not any(each.requires_grad for each in pytree.tensors(outputs)):
+            raise ConfigError(NOTHING_TRAINED)
 
     def _computed(
         self,

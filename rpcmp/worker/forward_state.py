@@ -11,16 +11,17 @@ tokenizer, is taken for a constant.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy.random
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 
 OWN_FIELDS = frozenset(vars(nn.Module()))
@@ -28,6 +29,8 @@ OWN_FIELDS = frozenset(vars(nn.Module()))
 
 OWN_PREFIX = "_split_"
 """Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""
+
+log = logging.getLogger(__name__)
 
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
@@ -56,14 +59,22 @@ class StateCopy(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        now = self.place.owner.get(self.place.key, MISSING)
-        return now is not self.value or not _is_same(now, self.content)
+        """Whether something else is there, also if it is equal."""
+        return self._now is not self.value or self.has_new_value
+
+    @property
+    def has_new_value(self) -> bool:
+        return not _is_equal(_plain_of(_content(self._now)), _plain_of(self.content))
+
+    @property
+    def _now(self) -> Any:
+        return self.place.owner.get(self.place.key, MISSING)
 
     def put_back(self) -> None:
         owner, key = self.place.owner, self.place.key
         if self.value is MISSING:
             owner.pop(key, None)
-        else:
+        elif self.has_changed:
             owner[key] = _refilled(self.value, self.content)
 
 
@@ -83,13 +94,20 @@ class ForwardState:
 
     Args:
         renormalized: also the embeddings that a forward scales down (`max_norm`).
+        objects: others that have attributes, by name.
 
     Attributes:
         is_known: whether `learn` was called.
     """
 
-    def __init__(self, modules: Modules, renormalized: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Modules,
+        renormalized: bool = False,
+        objects: Sequence[tuple[str, Any]] = (),
+    ) -> None:
         self._parts, self._renormalized = _parts(modules), renormalized
+        self._objects = objects
         self._known: list[StatePlace] | None = None
 
     @property
@@ -98,7 +116,7 @@ class ForwardState:
 
     def copy(self) -> list[StateCopy]:
         """Return copies of all, or of what is known to change."""
-        places = list(_places(self._parts) if self._known is None else self._known)
+        places = self._all() if self._known is None else [*self._known]
         if self._renormalized:
             places += [
                 StatePlace(f"{prefix}weight", part._parameters, "weight")
@@ -115,7 +133,13 @@ class ForwardState:
         """
         known = {each.place.id for each in before}
         self._known = [each.place for each in before if each.has_changed]
-        self._known += [place for place in _places(self._parts) if place.id not in known]
+        self._known += [place for place in self._all() if place.id not in known]
+
+    def _all(self) -> list[StatePlace]:
+        places = [*_places(self._parts)]
+        for name, value in self._objects:
+            places += _attributes(name, value)
+        return places
 
 
 def put_back(copies: Iterable[StateCopy]) -> None:
@@ -142,7 +166,7 @@ class ParameterWatch:
         """Return the name of the first that has changed; empty if none has."""
         for name, (version, elements) in self._before.items():
             now, now_elements = _probe(self._named[name])
-            if now != version or not _is_same(now_elements, elements):
+            if now != version or not _is_equal(now_elements, elements):
                 return name
         return ""
 
@@ -171,33 +195,36 @@ class ChangedAttributes:
         }
         self._stored = stored
         self._changed: dict[tuple[str, int], StatePlace] = {}
-        self._looks = 0
+        self._looks, self._told = 0, set[str]()
 
     def read(self) -> dict[str, Any]:
-        """Return what has changed, by name: trees of tensors, numbers and texts.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Return what has changed, by name: trees of tensors, numbers and texts."""
         if self._looks < LOOKS:
             self._looks += 1
             for place in _places(self._parts):
                 first = self._first.get(place.id)
                 if place.name not in self._stored and (first is None or first.has_changed):
                     self._changed[place.id] = place
+            if self._looks == LOOKS:
+                self._first.clear()
         found = {}
         for place in self._changed.values():
             value = place.owner.get(place.key)
-            if not _is_storable(value):
-                raise ConfigError(
-                    f"the forward changes the attribute {place.name!r}, {pytree.describe(value)}, "
-                    "which no snapshot can hold: keep tensors, numbers and texts there, lists and "
-                    "dicts of them, or train without recovery (recovery.enabled = false, without "
-                    "[checkpoint])"
-                )
-            value = _state_of(value) if isinstance(value, GENERATORS) else value
-            found[place.name] = pytree.map_tensors(Tensor.detach, value)
+            try:
+                found[place.name] = _stored(value)
+            except TypeError as error:
+                self._tell(place.name, str(error))
         return found
+
+    def _tell(self, name: str, kind: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            log.warning(
+                "the forward changes %r, where it keeps %s, which no snapshot can hold: after a "
+                "fault it begins anew; keep tensors, numbers and texts, lists and dicts of them",
+                name,
+                kind,
+            )
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put back what `read` has returned, as far as it is of these modules."""
@@ -206,12 +233,7 @@ class ChangedAttributes:
             if (place := known.get(name) or self._new_place(name)) is None:
                 continue  # of a layer that another stage has now
             self._changed[place.id] = place
-            there = place.owner.get(place.key)
-            if isinstance(there, GENERATORS):
-                _set_state(there, value)
-            else:
-                moved = pytree.map_tensors(lambda each: each.to(self._device), value)
-                place.owner[place.key] = moved
+            _give_back(place, pytree.map_tensors(lambda each: each.to(self._device), value))
 
     def _new_place(self, name: str) -> StatePlace | None:
         """Return where an attribute belongs that only a forward makes."""
@@ -242,49 +264,73 @@ def _within(place: StatePlace, value: Any, depth: int = 2) -> Iterator[StatePlac
     """Yield a place, or those of an object's attributes."""
     if _is_plain(value):
         yield place
-    elif depth and hasattr(value, "__dict__") and not callable(value):
-        for name, each in list(vars(value).items()):
-            inner = StatePlace(f"{place.name}.{name}", vars(value), name)
-            yield from _within(inner, each, depth - 1)
+    elif depth and not callable(value) and not isinstance(value, ModuleType | logging.Logger):
+        yield from _attributes(place.name, value, depth - 1)
+
+
+def _attributes(name: str, value: Any, depth: int = 1) -> Iterator[StatePlace]:
+    for key, each in list(getattr(value, "__dict__", {}).items()):
+        yield from _within(StatePlace(f"{name}.{key}", vars(value), key), each, depth)
 
 
 def _is_plain(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, (*ATOMS, *GENERATORS, Tensor)):
+    if isinstance(value, (*ATOMS, *GENERATORS, Tensor, numpy.ndarray, numpy.generic)):
         return not isinstance(value, nn.Parameter)
-    if type(value) not in SEVERAL or not depth:
+    if not isinstance(value, SEVERAL) or not depth:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return all(_is_plain(each, depth - 1) for each in inner)
 
 
-def _is_storable(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_storable(v) for k, v in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_storable, value))
+def _stored(value: Any) -> Any:
+    """Return a value as a tree of tensors, numbers and texts, which a snapshot can hold.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case numpy.generic():
+            return value.item()
+        case Tensor():
+            return value.detach()
+        case numpy.ndarray():
+            return torch.from_numpy(value.copy())
+        case dict():
+            return {key: _stored(each) for key, each in value.items()}
+        case tuple():
+            return tuple(map(_stored, value))
+        case list() | deque() | set():
+            return [*map(_stored, value)]
     if isinstance(value, GENERATORS):
-        return _is_storable(_state_of(value))
-    return isinstance(value, Tensor | bool | int | float | str | None)
+        return _stored(_state_of(value))
+    raise TypeError(type(value).__name__)
 
 
-def _copied(place: StatePlace) -> StateCopy:
-    value = place.owner.get(place.key, MISSING)
-    return StateCopy(place, value, _content(value))
+def _give_back(place: StatePlace, value: Any) -> None:
+    """Put what `_stored` has returned where it was, into what lies there if that is of a kind."""
+    there = place.owner.get(place.key)
+    if isinstance(there, numpy.random.RandomState):
+        there.set_state(pytree.map_tensors(Tensor.numpy, value))
+    elif isinstance(there, GENERATORS):
+        _set_state(there, value)
+    elif isinstance(there, numpy.ndarray):
+        place.owner[place.key] = value.cpu().numpy()
+    elif isinstance(there, deque | set):
+        there.clear()
+        (there.extend if isinstance(there, deque) else there.update)(value)
+    else:
+        place.owner[place.key] = value
 
 
 def _state_of(generator: Any) -> Any:
     match generator:
-        case random.Random():
-            return generator.getstate()
         case numpy.random.Generator():
             return generator.bit_generator.state
-        case numpy.random.RandomState():
-            return _plain_state(generator.get_state())
+        case random.Random():
+            return generator.getstate()
     return generator.get_state()
-
-
-def _plain_state(state: Any) -> Any:
-    return tuple(each.tolist() if isinstance(each, numpy.ndarray) else each for each in state)
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -293,15 +339,25 @@ def _set_state(generator: Any, state: Any) -> None:
             generator.setstate(state)
         case numpy.random.Generator():
             generator.bit_generator.state = state
+        case torch.Generator():
+            generator.set_state(state.cpu())
         case _:
             generator.set_state(state)
 
 
+def _copied(place: StatePlace) -> StateCopy:
+    value = place.owner.get(place.key, MISSING)
+    return StateCopy(place, value, _content(value))
+
+
 def _content(value: Any) -> Any:
+    """Return a copy of what a value holds, from which `_refilled` makes it again."""
     if isinstance(value, GENERATORS):
-        return _state_of(value)
+        return _content(_state_of(value))
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
     if isinstance(value, dict):
         return {key: (each, _content(each)) for key, each in value.items()}
     if isinstance(value, SEVERAL):
@@ -309,36 +365,52 @@ def _content(value: Any) -> Any:
     return value
 
 
-def _is_same(value: Any, content: Any) -> bool:
-    if isinstance(value, GENERATORS):
-        return str(_state_of(value)) == str(content)
-    if isinstance(value, Tensor):
-        if not isinstance(content, Tensor) or value.shape != content.shape:
-            return False
-        return torch.equal(value.detach().nan_to_num(), content.nan_to_num())
-    if isinstance(value, dict):
-        return list(value) == list(content) and all(
-            _is_same(value[key], inner) for key, (_, inner) in content.items()
-        )
-    if isinstance(value, SEVERAL):
-        return len(value) == len(content) and all(
-            now is then and _is_same(now, inner)
-            for now, (then, inner) in zip(value, content, strict=True)
-        )
-    return bool(value == content) or value != value
+def _plain_of(content: Any) -> Any:
+    """Return a content without the objects that it was of."""
+    if isinstance(content, dict):
+        return {key: _plain_of(inner) for key, (_, inner) in content.items()}
+    if isinstance(content, list):
+        return [_plain_of(inner) for _, inner in content]
+    return content
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two contents are equal, bit by bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return _are_equal_tensors(one, other)
+    if isinstance(one, numpy.ndarray):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one == other) or bool(one != one and other != other)  # NaN
+
+
+def _are_equal_tensors(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    try:
+        if one.layout is not torch.strided:
+            return torch.equal(one.to_dense(), other.to_dense())
+        bits = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+        return torch.equal(*bits)
+    except (RuntimeError, NotImplementedError):  # quantized, for one: it counts as changed
+        return False
 
 
 def _refilled(value: Any, content: Any) -> Any:
     """Return an object with its former content."""
     if isinstance(value, GENERATORS):
-        _set_state(value, content)
-        return value
-    if isinstance(value, Tensor):
-        if not _is_same(value, content):
-            with torch.no_grad():
-                value.detach().copy_(content)
-        return value
-    if isinstance(value, dict):
+        _set_state(value, _generator_state(value, content))
+    elif isinstance(value, Tensor):
+        with torch.no_grad():
+            value.detach().copy_(content)
+    elif isinstance(value, numpy.ndarray):
+        value[...] = content
+    elif isinstance(value, dict):
         items = {key: _refilled(*pair) for key, pair in content.items()}
         value.clear()
         value.update(items)
@@ -353,3 +425,13 @@ def _refilled(value: Any, content: Any) -> Any:
         value.clear()
         value.extend(several)
     return value
+
+
+def _generator_state(generator: Any, content: Any) -> Any:
+    """Return a state as the generator gives it: `_content` has taken it apart."""
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = _plain_of(content)
+        return version, tuple(numbers), gauss
+    if isinstance(generator, numpy.random.RandomState):
+        return tuple(_plain_of(content))
+    return _plain_of(content)

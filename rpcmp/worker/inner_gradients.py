@@ -16,23 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpcmp.config.topology import Graph
+from rpcmp.config.topology import Graph, Reference
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import pytree
 
 
 def on_two_ways(graph: Graph, stage: str) -> list[bool]:
-    """Return for each input of a stage whether another one was computed from the same values."""
+    """Return for each input of a stage whether another one was computed from it elsewhere."""
 
-    def comes_from(producer: str, source: str) -> bool:
-        inputs = graph.inputs.get(producer, ())
-        return producer == source or any(comes_from(each.producer, source) for each in inputs)
+    def reads(producer: str, one: Reference) -> bool:
+        return any(
+            (each.producer == one.producer and _overlap(each.path, one.path))
+            or reads(each.producer, one)
+            for each in graph.inputs.get(producer, ())
+        )
 
     read = graph.inputs[stage]
-    return [
-        any(other is not one and comes_from(other.producer, one.producer) for other in read)
-        for one in read
-    ]
+    return [any(reads(other.producer, one) for other in read) for one in read]
+
+
+def _overlap(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether one of two paths leads through the other: parts of a batch are independent."""
+    return all(a == b for a, b in zip(one, other, strict=False))
 
 
 @contextlib.contextmanager
@@ -52,14 +57,14 @@ def whole_derivatives(inputs: Sequence[Any], partial: Sequence[bool]) -> Iterato
     grad = torch.autograd.grad
 
     def checked(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = [inputs] if isinstance(inputs, Tensor) else inputs
+        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if any(id(each) in refused for each in asked):
             raise ConfigError(
                 "the forward asks torch.autograd.grad for the derivative by an input of which "
                 "another input was computed at another stage: it would lack that part; put both "
                 "into one stage"
             )
-        return grad(outputs, inputs, *args, **kwargs)
+        return grad(outputs, asked, *args, **kwargs)
 
     setattr(torch.autograd, "grad", checked)  # noqa: B010
     try:

@@ -75,7 +75,12 @@ class SinkLoss:
         self._proof: _FirstRounds | None = None
         if config.loss_scope is None:
             self._proof = _FirstRounds(
-                config, self._loss, self._call, self._sums_samples, self._metrics
+                config,
+                self._loss,
+                self._call,
+                self._sums_samples,
+                self._metrics,
+                is_low=not isinstance(autocast, contextlib.nullcontext),
             )
 
     @property
@@ -148,8 +153,12 @@ class SinkLoss:
         return pytree.map_tensors(lambda tensor: tensor.to(self._device), value)
 
 
+LOOKED_AT = (1, 2, 4, 8, 16, 32)
+"""Training rounds whose micro-batches are compared: the first may have no padding, by chance."""
+
+
 class _FirstRounds:
-    """Looks at the first training and the first evaluation; see `rpcmp.worker.objective`."""
+    """Looks at some training rounds and at the first evaluation; see `rpcmp.worker.objective`."""
 
     def __init__(
         self,
@@ -158,36 +167,51 @@ class _FirstRounds:
         call: Callable[[Any, Any], Any],
         is_sum: bool,
         metrics: Mapping[str, Callable[..., Any]],
+        is_low: bool,
     ) -> None:
-        self._config = config
-        state = ForwardState([(f"{LOSS}.", loss)] if isinstance(loss, nn.Module) else [])
+        is_module = isinstance(loss, nn.Module)
+        state = ForwardState(
+            [(f"{LOSS}.", loss)] if is_module else [], objects=() if is_module else [(LOSS, loss)]
+        )
         weigh = None
         if config.weighing is not None:
             weigh = importing.load_function(config.weighing, "loss_weight")
-        name = f"loss = {config.loss.callable!r}"
-        measured = name, call, weigh, is_sum, state
-        self._loss, self._trained = Objective(*measured), Objective(*measured, is_trained=True)
+        measured = f"loss = {config.loss.callable!r}", call, weigh, is_sum, state
+        self._trained = Objective(*measured, is_trained=True, is_low=is_low)
+        self._loss = Objective(*measured, is_low=is_low)
         self._metrics = [
             Objective(
-                f"metrics.{name} = {config.metrics[name].callable!r}", metric, None, False, state
+                f"metrics.{name} = {config.metrics[name].callable!r}", each, None, False, state
             )
-            for name, metric in metrics.items()
+            for name, each in metrics.items()
         ]
-        self._rounds: dict[bool, int] = {}
+        self._last, self._rounds = 0, {True: 0, False: 0}
 
     def see(self, outputs: Any, targets: Any, meta: MicrobatchMeta) -> None:
-        """Check a micro-batch of the first rounds that have several."""
+        """Check a micro-batch of a round that has several."""
         training = meta.round.is_training
-        if self._rounds.setdefault(training, meta.round.number) != meta.round.number:
+        if meta.round.number != self._last:
+            self._last = meta.round.number
+            self._rounds[training] += 1
+            for each in (self._trained, self._loss, *self._metrics):
+                each.forget()
+        is_due = self._rounds[training] in (LOOKED_AT if training else (1,))
+        if not is_due or meta.round.num_microbatches == 1:
             return
-        if meta.round.num_microbatches > 1:
-            for each in [self._trained] if training else [self._loss, *self._metrics]:
-                each.require_additive(outputs, targets, meta.num_samples)
+        if training:
+            self._trained.require_additive(outputs, targets, meta.num_samples)
+            return
+        self._loss.require_additive(outputs, targets, meta.num_samples)
+        for metric in self._metrics:
+            try:
+                metric.require_additive(outputs, targets, meta.num_samples)
+            except ConfigError as error:  # it decides nothing of what is trained
+                warnings.warn(str(error), stacklevel=1)
 
 
 def _require_no_parameters(source: Factory, loss: Any) -> None:
     """Refuse a loss that is no module and has one, whose parameters nobody would train."""
-    if any(isinstance(each, nn.Parameter) or _has_parameters(each) for each in _held_by(loss)):
+    if any(map(_has_parameters, _held_by(loss))):
         raise FactoryError(
             f"loss = {source.callable!r} has parameters, and is no nn.Module: they would never be "
             "trained; make it an nn.Module"
@@ -211,7 +235,10 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _has_parameters(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(True for _ in value.parameters())
+    """Whether a value is something that could be trained."""
+    if isinstance(value, nn.Parameter):
+        return value.requires_grad
+    return isinstance(value, nn.Module) and any(each.requires_grad for each in value.parameters())
 
 
 def _nothing(outputs: Any) -> Tensor:

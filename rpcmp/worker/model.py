@@ -16,6 +16,7 @@ step, and a recomputed layer finds it as empty as the first forward did.
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -44,6 +45,8 @@ from rpcmp.worker.forward_state import (
     put_back,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
+
+log = logging.getLogger(__name__)
 
 HOST = "host"
 """The signature's entry for the name of the host. Everything else in it has a longer name."""
@@ -133,6 +136,12 @@ class StageModel:
                 "of the model: give those another name"
             )
         self._stored[LOSS], self._prefixes[LOSS] = loss, f"{LOSS}."
+        frozen = [name for name, each in loss.named_parameters() if not each.requires_grad]
+        # Weights of classes and the like are the config's, and no result of training.
+        fixed = dict(loss.named_buffers()) if type(loss).__module__.startswith("torch.") else ()
+        self._elsewhere |= {f"{LOSS}.{name}" for name in (*frozen, *fixed)}
+        if trained := [name for name, each in loss.named_parameters() if each.requires_grad]:
+            log.info("the loss is trained as well: %s", ", ".join(trained))
 
     def stateful(self) -> list[tuple[str, nn.Module]]:
         """Return the modules with a state, each with the prefix of its names."""
@@ -143,9 +152,10 @@ class StageModel:
         if self._training is not False:
             return
         put_back(self._before_evaluation)
-        watch, self._evaluation_watch = self._evaluation_watch, None
-        self._before_evaluation, self._training = [], None
-        if watch is not None and (changed := watch.changed()):
+        changed = "" if self._evaluation_watch is None else self._evaluation_watch.changed()
+        self._before_evaluation, self._evaluation_watch = [], None
+        self._switch(training=True)
+        if changed:
             raise ConfigError(
                 f"an evaluation changes the parameter {changed!r}, so a run with evaluations would "
                 "train something else than one without: change it in training only"
@@ -197,14 +207,23 @@ class StageModel:
             raise compiling.explain(name, error) from error
 
     def _set_mode(self, training: bool) -> None:
-        """Call `train` whenever the mode changes, as a plain training loop does."""
+        """Call `train` whenever the mode changes, as a plain training loop does.
+
+        What modules do in `train`, such as to merge weights, is no change of an evaluation.
+        """
+        if training is self._training:
+            return
+        if training:
+            self.put_back()
+            self._switch(training)
+            self._base_watch = self._base_watch or self._watch(self._base_names.__contains__)
+        else:
+            self._switch(training)
+            self._before_evaluation = self._state.copy()
+            self._evaluation_watch = self.watch()
+
+    def _switch(self, training: bool) -> None:
         if training is not self._training:
-            if training:
-                self.put_back()
-                self._base_watch = self._base_watch or self._watch(self._base_names.__contains__)
-            else:
-                self._before_evaluation = self._state.copy()
-                self._evaluation_watch = self.watch()
             self._training = training
             for module in self._modules.values():
                 module.train(training)
@@ -259,6 +278,10 @@ class StageModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by their names in the unsplit model, not copied."""
         self.put_back()
+        return self.named_state()
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return what `state_dict` does, as an evaluation has left it; from any thread."""
         return {
             whole: value
             for layer, module in self._stored.items()
@@ -276,7 +299,7 @@ class StageModel:
         """Describe each parameter and buffer, the code that computes with them, and the host."""
         described = {
             name: f"{value.dtype} of shape {tuple(value.shape)}"
-            for name, value in [*self.state_dict().items(), *self.named_parameters()]
+            for name, value in [*self.named_state().items(), *self.named_parameters()]
         }
         for name, value in self.named_parameters():
             described[name] += ", trained" if value.requires_grad else ", frozen"
@@ -300,7 +323,8 @@ class StageModel:
                 for name, value in module.state_dict().items()
             }
             try:
-                module.load_state_dict({n: value for n, value in new.items() if value is not None})
+                known = {n: value for n, value in new.items() if value is not None}
+                module.load_state_dict(known, strict=layer != LOSS)  # former files lack it
             except RuntimeError as error:
                 raise ConfigError(f"layer {layer!r}: {error}") from error
 

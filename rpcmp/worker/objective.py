@@ -1,7 +1,7 @@
 """Prove in the first step that the sum of the micro-batches' losses is the mini-batch's loss.
 
     a micro-batch      its loss, a mean over 8 samples              2.31
-    its halves         the mean of their losses, by their samples   2.31: cut as one likes, the same
+    its parts          the mean of their losses, by their samples   2.31: cut as one likes, the same
                                                                     1.72: each cut has another one
 
 What is trained is a weighted mean of the micro-batches' losses. For a loss with in-batch negatives,
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rpcmp.errors import ConfigError
-from rpcmp.pipelining import pytree
-from rpcmp.worker.forward_state import ForwardState, put_back
+from rpcmp.errors import ConfigError, one_line
+from rpcmp.pipelining import pytree, random_streams
+from rpcmp.worker.forward_state import ForwardState, StateCopy, put_back
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 """How far two results may be apart, in parts of the largest of them; LOW_ROUNDING of others."""
@@ -51,7 +51,8 @@ class Objective:
         weigh: returns what a mean counts, of targets; None: samples.
         is_sum: whether it adds up over samples.
         state: what a call may change; it is put back.
-        is_trained: whether this is what is trained, which may change nothing.
+        is_trained: whether this is what is trained: its gradient counts, and it may change nothing.
+        is_low: whether it is computed in less precision than its outputs have.
     """
 
     def __init__(
@@ -62,12 +63,18 @@ class Objective:
         is_sum: bool,
         state: ForwardState,
         is_trained: bool = False,
+        is_low: bool = False,
     ) -> None:
         self._name, self._call = name, call
         self._weigh, self._is_sum, self._state = weigh, is_sum, state
-        self._is_trained = is_trained
+        self._is_trained, self._is_low = is_trained, is_low
         self._ways_out = WAYS_OUT_OF_METRICS if name.startswith("metrics.") else WAYS_OUT
-        self._last: tuple[Any, Any, int] | None = None
+        self._last: Part | None = None
+        self._is_given_up = False
+
+    def forget(self) -> None:
+        """Drop the sample that waits for another one."""
+        self._last = None
 
     def require_additive(self, outputs: Any, targets: Any, samples: int) -> None:
         """Check one micro-batch, or together with the one before if each is a single sample.
@@ -75,85 +82,156 @@ class Objective:
         Raises:
             ConfigError: its parts have another loss than the whole.
         """
-        outputs = pytree.map_tensors(Tensor.detach, outputs)
-        if samples == 1:
-            last, self._last = self._last, (outputs, targets, samples)
-            if last is None:
-                return
-            parts = [(*last[:2], 1), (outputs, targets, 1)]
-            outputs, targets = (_joined(last[n], (outputs, targets)[n]) for n in (0, 1))
-            samples = 2
-        else:
-            half = samples // 2
-            parts = [
-                (_rows(outputs, 0, half, samples), _rows(targets, 0, half, samples), half),
-                (
-                    _rows(outputs, half, samples, samples),
-                    _rows(targets, half, samples, samples),
-                    samples - half,
-                ),
-            ]
+        if self._is_given_up:
+            return
+        outputs = pytree.map_tensors(_leaf if self._is_trained else Tensor.detach, outputs)
         before = self._state.copy()
         try:
-            with torch.no_grad():
-                self._call(outputs, targets)
-            if self._is_trained and (changed := [e.place.name for e in before if e.has_changed]):
-                raise ConfigError(
-                    f"{self._name} changes {', '.join(changed)} in each call, so once per "
-                    "micro-batch and not once per mini-batch: set num_microbatches = 1, or "
-                    'loss_scope = "micro-batch" if that is meant'
-                )
-            put_back(before)
-            self._compare(outputs, targets, parts)
+            with random_streams.kept(), torch.set_grad_enabled(self._is_trained):
+                self._try(Part(outputs, targets, samples))
+        except ConfigError:
+            raise
+        except Exception as error:  # it needs whole mini-batches, or outputs that are no leaves
+            self._give_up(f"cannot be called with parts of a micro-batch ({one_line(error)})")
         finally:
             put_back(before)
 
-    def _compare(self, outputs: Any, targets: Any, parts: list[tuple[Any, Any, int]]) -> None:
-        with torch.no_grad():
-            whole, again = self._value(outputs, targets), self._value(outputs, targets)
-            if whole.item() != again.item() and not math.isnan(whole.item()):
-                warnings.warn(
-                    f"{self._name} differs from call to call, so the loss of a mini-batch cannot "
-                    "be compared with those of its micro-batches",
-                    stacklevel=1,
-                )
+    def _try(self, whole: Part) -> None:
+        if whole.samples == 1:
+            last, self._last = self._last, whole
+            if last is None:
                 return
-            weights = [
-                float(size if self._weigh is None else self._weigh(t)) for _, t, size in parts
-            ]
-            values = [
-                self._value(*part[:2]).item() if weight else 0.0
-                for part, weight in zip(parts, weights, strict=True)
-            ]
+            parts = [last, whole]
+            outputs, targets = map(_joined, last[:2], whole[:2])
+            whole = Part(outputs, targets, 2)
+        else:
+            first = max(1, whole.samples // 3)  # unequal parts: equal ones may be equal by chance
+            parts = [whole.rows(0, first), whole.rows(first, whole.samples)]
+        begun = self._state.copy()
+        value = self._value(whole)
+        if self._is_trained:
+            self._require_constant(begun, whole)
+        put_back(begun)
+        if self._value(whole).item() != value.item() and not math.isnan(value.item()):
+            self._give_up("differs from call to call")
+            return
+        put_back(begun)
+        self._compare(value, whole, parts)
+
+    def _require_constant(self, begun: list[StateCopy], whole: Part) -> None:
+        """Refuse what changes with each call; what is noted of the last one is the same again."""
+        put_back(begun)
+        self._value(whole)
+        once = self._state.copy()
+        self._value(whole)
+        if changed := [each.place.name for each in once if each.has_new_value]:
+            raise ConfigError(
+                f"{self._name} changes {', '.join(changed)} in each call, so once per micro-batch "
+                "and not once per mini-batch: set num_microbatches = 1, or "
+                'loss_scope = "micro-batch" if that is meant'
+            )
+
+    def _compare(self, value: Tensor, whole: Part, parts: list[Part]) -> None:
+        weights = [
+            float(part.samples if self._weigh is None else self._weigh(part.targets))
+            for part in parts
+        ]
         total = 1.0 if self._is_sum else math.fsum(weights)
         if not total:
             return
-        shares = [1.0] * len(parts) if self._is_sum else [weight / total for weight in weights]
-        mean = sum(value * share for value, share in zip(values, shares, strict=True))
-        largest = max(abs(whole.item()), *map(abs, values), LEAST)
-        apart = abs(whole.item() - mean)  # NaN, if one of them is: then the step fails by itself
-        if apart > ROUNDING.get(whole.dtype, LOW_ROUNDING) * largest:
+        pairs = [pair for pair in zip(parts, weights, strict=True) if pair[1]]
+        shares = [1.0 if self._is_sum else weight / total for _, weight in pairs]
+        values = [self._value(part) for part, _ in pairs]
+        mean = sum(each * share for each, share in zip(values, shares, strict=True))
+        assert isinstance(mean, Tensor)
+        rounding = self._rounding(value, whole)
+        largest = max(*(abs(each.item()) for each in (value, *values)), LEAST)
+        # NaN, if one of them is: then the step fails by itself
+        if abs(value.item() - mean.item()) > rounding * largest:
             raise ConfigError(
                 f"{self._name} depends on how a mini-batch is cut into micro-batches: it is "
-                f"{whole.item():.6g} of some samples together, and {mean:.6g} as a mean of their "
-                f"halves; {self._ways_out}"
+                f"{value.item():.6g} of some samples together, and {mean.item():.6g} as a mean of "
+                f"two parts of them; {self._ways_out}"
             )
+        if self._is_trained and value.requires_grad and mean.requires_grad:
+            leaves = [each for part in (whole, *parts) for each in pytree.tensors(part.outputs)]
+            self._compare_gradients(value, mean, leaves, rounding)
 
-    def _value(self, outputs: Any, targets: Any) -> Tensor:
-        value = self._call(outputs, targets)
+    def _compare_gradients(
+        self, value: Tensor, mean: Tensor, outputs: Sequence[Tensor], rounding: float
+    ) -> None:
+        leaves = [each for each in outputs if each.requires_grad and each.is_leaf]
+        pairs = zip(
+            torch.autograd.grad(value, leaves, allow_unused=True),
+            torch.autograd.grad(mean, leaves, allow_unused=True),
+            strict=True,
+        )
+        for of_whole, of_parts in pairs:
+            if of_whole is None or of_parts is None:
+                continue
+            if not of_whole.numel():
+                continue
+            largest = max(float(of_whole.abs().max()), LEAST)
+            if float((of_whole - of_parts).abs().max()) > rounding * largest:
+                raise ConfigError(
+                    f"the gradient of {self._name} depends on how a mini-batch is cut into "
+                    f"micro-batches; {self._ways_out}"
+                )
+
+    def _rounding(self, value: Tensor, whole: Part) -> float:
+        floating = [each for each in pytree.tensors(whole[:2]) if each.is_floating_point()]
+        if self._is_low:
+            return LOW_ROUNDING
+        return max(ROUNDING.get(each.dtype, LOW_ROUNDING) for each in (value, *floating))
+
+    def _value(self, part: Part) -> Tensor:
+        value = self._call(part.outputs, part.targets)
         if isinstance(value, Tensor) and value.numel() == 1:
             return value.reshape(())
         return torch.tensor(float(value))
 
+    def _give_up(self, reason: str) -> None:
+        self._is_given_up = True
+        warnings.warn(
+            f"{self._name} {reason}, so that of a mini-batch cannot be compared with those of its "
+            "micro-batches",
+            stacklevel=1,
+        )
 
-def _rows(tree: Any, start: int, end: int, samples: int) -> Any:
+
+class Part(NamedTuple):
+    """Some samples of a micro-batch."""
+
+    outputs: Any
+    targets: Any
+    samples: int
+
+    def rows(self, start: int, end: int) -> Part:
+        sizes = start, end, self.samples, self._tokens
+        return Part(_rows(self.outputs, *sizes), _rows(self.targets, *sizes), end - start)
+
+    @property
+    def _tokens(self) -> int:
+        """The first size of the targets, if a sample has several rows there and in the outputs."""
+        sizes = [
+            {each.shape[0] for each in pytree.tensors(tree) if each.dim()} for tree in self[:2]
+        ]
+        several = [size for size in sizes[0] & sizes[1] if size and size % self.samples == 0]
+        return max(several, default=self.samples)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _rows(tree: Any, start: int, end: int, samples: int, tokens: int) -> Any:
     """Return the rows of some samples; a sample may have several, such as one per token."""
 
     def cut(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] % samples:
+        if not tensor.dim() or tensor.shape[0] not in (samples, tokens):
             return tensor
         each = tensor.shape[0] // samples
-        return tensor[start * each : end * each].contiguous()
+        return tensor[start * each : end * each]
 
     return pytree.map_tensors(cut, tree)
 

@@ -331,7 +331,7 @@ class Stage(ComputeThreadOwner):
 
     def state_names(self) -> list[str]:
         """The names of this stage's parameters and buffers in the unsplit model."""
-        return list(self.model.state_dict())
+        return list(self.model.named_state())
 
     @on_compute_thread
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

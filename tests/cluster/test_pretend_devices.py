@@ -269,8 +269,8 @@ def test_what_a_step_of_four_micro_batches_copies_and_waits_for(job: JobFolder) 
     run = drive(config)
     assert run.code == 0, run.err
     found = {}
-    for device in places:  # what it had done at the start of each step
-        noted = [*map(json.loads, Path(f"{path}-{device}").read_text().splitlines()[::4])]
+    for device in places:  # what it had done at the start of each step, after samples were tried
+        noted = [*map(json.loads, Path(f"{path}-{device}").read_text().splitlines()[-16::4])]
         before, last = (note["counts"] for note in noted[-2:])
         more = {what: number - before.get(what, 0) for what, number in last.items()}
         found[device] = {what: number for what, number in more.items() if number}

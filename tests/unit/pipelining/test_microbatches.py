@@ -135,13 +135,14 @@ def test_only_layers_trained_with_batch_statistics_need_two_samples() -> None:
         assert microbatches.smallest_for([nn.Identity(), make()]) == found
 
 
-def test_numbers_of_whole_micro_batches_are_joined_only_if_all_are_one() -> None:
+def test_numbers_of_whole_micro_batches_are_one_or_have_a_mean() -> None:
     def part(aux: float, count: int) -> dict[str, object]:
         return {"logits": torch.ones(2), "aux": torch.tensor(aux), "count": count}
 
     joined = microbatches.join([part(math.nan, 1), part(math.nan, 1)])
     assert joined["logits"].shape == (4,)
     assert joined["count"] == 1
-    for other in (part(2.0, 1), part(1.0, 2)):
-        with pytest.raises(ConfigError, match="has no dimension of samples"):
-            microbatches.join([part(1.0, 1), other])
+    more = {**part(4.0, 1), "logits": torch.ones(4)}
+    assert float(microbatches.join([part(1.0, 1), more])["aux"]) == pytest.approx(3.0)
+    with pytest.raises(ConfigError, match="count has no dimension of samples"):
+        microbatches.join([part(1.0, 1), part(1.0, 2)])
