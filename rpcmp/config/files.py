@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -47,15 +48,42 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return data
 
 
-def python_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of modules and packages in a folder, except hidden ones."""
+def python_files(folder: Path, named: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield the files of modules and packages in a folder, except hidden ones.
+
+    Args:
+        named: modules that are used besides those that these import: a folder without `__init__.py`
+            is a package only if somebody imports it.
+    """
+    imported = {name.partition(".")[0] for name in named}
+    others: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
         if path.suffix == ".py" and path.is_file():
             yield path
+            imported |= _imported_by(path)
         elif path.is_dir() and (path / "__init__.py").is_file():
-            yield from python_files(path)
+            for inner in python_files(path):
+                yield inner
+                imported |= _imported_by(inner)
+        elif path.is_dir():
+            others[path.name] = path
+    while found := sorted(imported & others.keys()):
+        for inner in python_files(others.pop(found[0])):
+            yield inner
+            imported |= _imported_by(inner)
+
+
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+([A-Za-z_]\w*)", re.MULTILINE)
+
+
+def _imported_by(path: Path) -> set[str]:
+    """Return the first names of the modules that a file imports, as far as lines begin so."""
+    try:
+        return {name.decode() for name in _IMPORT.findall(path.read_bytes())}
+    except OSError:  # whoever reads it next says so
+        return set()
 
 
 COMPARED_BY_VERSION = ("torch",)

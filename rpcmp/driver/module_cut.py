@@ -53,6 +53,9 @@ MAX_CACHED = 64
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""
 
+SECONDS_OF_A_PROOF = 20.0
+"""That a proof may take if the export has taken less; most take a tenth of an export's."""
+
 MOST_OPERATIONS = 2e12
 """Of a proof, some ten seconds to a minute of a processor; beyond, it is left to `rpcmp verify`."""
 
@@ -94,7 +97,7 @@ def cut_module(config: Config) -> ModelCut:
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
         split = _split(module, sample, model, autocast)
-        took = time.monotonic() - started
+        took = max(time.monotonic() - started, SECONDS_OF_A_PROOF)
         if (proven := _with_values(config, module, sample)) is not None:
             others = few_samples(inputs, count, start=count)
             proof.prove(proven, split, [sample, others], autocast, took, config.has_equal_parts)
@@ -281,7 +284,7 @@ def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> 
     The module has been built: what it is made of counts, wherever that comes from.
     """
     shapes = [(path, pytree.describe(leaf)) for path, leaf in pytree.leaves_with_path(sample)]
-    own = files.python_files(config.folder)
+    own = sorted(files.python_files(config.folder, config.modules))
     known = {
         "versions": [torch.__version__, platform.python_version(), _own_version()],
         "code": files.code_versions({model.source.partition(":")[0], *_packages()}),

@@ -235,14 +235,14 @@ async def drain(address: str, wait: bool, security: Security, leaves: bool = Fal
 
 def shipped_code(config: Config) -> list[pb.CodeFile]:
     """Return the user's code that the stage servers of a job get; empty unless `ship_code`."""
-    return collect_code(config.folder) if config.ship_code else []
+    return collect_code(config.folder, config.modules) if config.ship_code else []
 
 
-def collect_code(folder: Path) -> list[pb.CodeFile]:
-    """Return the modules and packages beside a config: *.py, and folders with an __init__.py."""
+def collect_code(folder: Path, named: Iterable[str] = ()) -> list[pb.CodeFile]:
+    """Return the modules and packages beside a config; see `python_files`."""
     files: list[pb.CodeFile] = []
     size = 0
-    for path in python_files(folder):
+    for path in python_files(folder, named):
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -121,7 +121,7 @@ def identity_of(config: Config) -> str:
     That is the config as it was given, the Python files beside it, and the versions of software.
     """
     digest = hashlib.sha256(json.dumps([stored(config), software_versions()]).encode())
-    for path in python_files(config.folder):
+    for path in sorted(python_files(config.folder, config.modules)):
         with contextlib.suppress(OSError):  # who needs the file says why
             add_file(digest, path.relative_to(config.folder).as_posix(), path)
     return digest.hexdigest()

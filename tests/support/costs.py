@@ -1,8 +1,9 @@
 """What a run of tests costs: CPU seconds in units of `import torch`, and the dearest tests.
 
-A unit is what `python -c "import torch"` takes in the same environment, as many at a time as there
-are processes of tests, so that a slow machine, or a larger build of torch, changes the figures of a
-run less than the suite does.
+A unit is what `python -c "import torch"` takes in the same environment, at the same time: one is
+measured after every EVERY tests, beside those that run. So a slow or busy machine, or a larger build of
+torch, changes the figures of a run less than the suite does. After a short run as many are measured at
+a time as there are processes of tests.
 
 The costs of a test are those of its process and of all processes below, measured around its set-up,
 call and teardown. Those of a fixture that several tests share are counted apart, and so are those
@@ -18,7 +19,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -30,6 +33,9 @@ MAX_UNITS = 4.0
 
 DEAR: dict[str, str] = {}
 """Tests and shared fixtures that may take more than MAX_UNITS, by node id without parameters."""
+
+EVERY = 400
+"""Tests between two measurements of a unit."""
 
 PROPERTY = "cpu seconds"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -115,18 +121,27 @@ class Summary:
         self._each: dict[str, float] = {}
         self._lines: list[str] = []
         self._failed: list[str] = []
+        self._done = 0
+        self._imports: list[float] = []
+        self._measuring = ThreadPoolExecutor(1, "costs")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         costs: Any = (
             dict(report.user_properties).get(PROPERTY, ()) if report.when == "teardown" else ()
         )
+        if report.when == "teardown":
+            self._done += 1
+            if self._done % EVERY == 0:
+                self._measuring.submit(lambda: self._imports.append(import_seconds()))
         for nodeid, seconds in costs:
             self._each[nodeid] = max(seconds, self._each.get(nodeid, 0.0))
 
     @pytest.hookimpl(trylast=True)  # when the workers have ended, and count
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        used, at_once = cpu_seconds(os.getpid()), session.config.option.numprocesses
-        unit = min(unit_seconds(at_once) for _ in range(2))
+        self._measuring.shutdown()
+        used = cpu_seconds(os.getpid()) - sum(self._imports)
+        at_once = session.config.option.numprocesses
+        unit = median(self._imports) if len(self._imports) > 2 else unit_seconds(at_once)
         self._lines = [
             f"{used / unit:.0f} units: {used:.0f} CPU seconds, {unit:.2f} of them an `import torch`"
         ]
@@ -151,6 +166,14 @@ class Summary:
             terminalreporter.write_line(line)
         for line in self._failed:
             terminalreporter.write_line(line, red=True)
+
+
+def import_seconds() -> float:
+    """Return the CPU time of one `python -c "import torch"`, beside whatever runs."""
+    process = subprocess.Popen([sys.executable, "-c", "import torch"])
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return used.ru_utime + used.ru_stime
 
 
 def unit_seconds(at_once: int) -> float:

@@ -42,6 +42,17 @@ def test_other_files_and_folders_are_not_collected(tmp_path: Path) -> None:
     assert collected(tmp_path) == ["zoo/__init__.py"]
 
 
+def test_a_folder_without_init_is_a_package_if_it_is_imported(tmp_path: Path) -> None:
+    write(tmp_path, "model.py", content="import os\n\nfrom nets.deep import Net\n")
+    write(tmp_path, "nets/deep.py", content="    import helpers.more as more\n")
+    write(tmp_path, "helpers/more.py", "named/data.py", "scripts/tool.py")
+    found = ["model.py", "nets/deep.py", "helpers/more.py"]
+    assert sorted(collected(tmp_path)) == sorted(found)
+    assert sorted(file.path for file in collect_code(tmp_path, ["named.data"])) == sorted(
+        [*found, "named/data.py"]
+    )
+
+
 def test_collected_files_keep_their_bytes(tmp_path: Path) -> None:
     content = "# -*- coding: latin-1 -*-\r\nname = 'é'\r\n".encode("latin-1")
     (tmp_path / "model.py").write_bytes(content)
