@@ -1,9 +1,9 @@
 """What a run of tests costs: CPU seconds in units of `import torch`, and the dearest tests.
 
 A unit is what `python -c "import torch"` takes in the same environment, at the same time: one is
-measured after every EVERY tests, beside those that run. So a slow or busy machine, or a larger build of
-torch, changes the figures of a run less than the suite does. After a short run as many are measured at
-a time as there are processes of tests.
+measured after every EVERY tests, beside those that run. So a slow or busy machine, or a larger
+build of torch, changes the figures of a run less than the suite does. After a short run as many are
+measured at a time as there are processes of tests.
 
 The costs of a test are those of its process and of all processes below, measured around its set-up,
 call and teardown. Those of a fixture that several tests share are counted apart, and so are those
