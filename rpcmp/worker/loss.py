@@ -173,9 +173,12 @@ class _FirstRounds:
         state = ForwardState(
             [(f"{LOSS}.", loss)] if is_module else [], objects=() if is_module else [(LOSS, loss)]
         )
-        weigh = None
+        weigh, self._is_known = None, True
         if config.weighing is not None:
-            weigh = importing.load_function(config.weighing, "loss_weight")
+            try:
+                weigh = importing.load_function(config.weighing, "loss_weight")
+            except FactoryError:  # only the host that loads the targets needs it
+                self._is_known = False
         measured = f"loss = {config.loss.callable!r}", call, weigh, is_sum, state
         self._trained = Objective(*measured, is_trained=True, is_low=is_low)
         self._loss = Objective(*measured, is_low=is_low)
@@ -196,7 +199,7 @@ class _FirstRounds:
             for each in (self._trained, self._loss, *self._metrics):
                 each.forget()
         is_due = self._rounds[training] in (LOOKED_AT if training else (1,))
-        if not is_due or meta.round.num_microbatches == 1:
+        if not is_due or meta.round.num_microbatches == 1 or not self._is_known:
             return
         if training:
             self._trained.require_additive(outputs, targets, meta.num_samples)

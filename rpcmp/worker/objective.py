@@ -84,7 +84,9 @@ class Objective:
         """
         if self._is_given_up:
             return
-        outputs = pytree.map_tensors(_leaf if self._is_trained else Tensor.detach, outputs)
+        # Copies: without a tape, a loss may write to what it gets.
+        own = _leaf if self._is_trained else Tensor.clone
+        outputs = pytree.map_tensors(own, outputs)
         before = self._state.copy()
         try:
             with random_streams.kept(), torch.set_grad_enabled(self._is_trained):
