@@ -11,6 +11,7 @@ than the loss of the mini-batch, and depends on `num_microbatches`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class Objective:
         outputs = pytree.map_tensors(own, outputs)
         before = self._state.copy()
         try:
-            with random_streams.kept(), torch.set_grad_enabled(self._is_trained):
+            with random_streams.kept(), torch.set_grad_enabled(self._is_trained), _own_tape():
                 self._try(Part(outputs, targets, samples))
         except ConfigError:
             raise
@@ -199,6 +200,11 @@ class Objective:
             "micro-batches",
             stacklevel=1,
         )
+
+
+def _own_tape() -> contextlib.AbstractContextManager[object]:
+    """Keep what a backward needs in this block: around it a stage may drop it, see `recompute`."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
 
 
 class Part(NamedTuple):
