@@ -44,7 +44,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
@@ -335,6 +335,12 @@ def with_notes(error: BaseException) -> str:
 
 MAX_LISTED = 5
 """The most existing names that an error lists."""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first MAX_LISTED names, and how many more there are."""
+    shown = ", ".join(names[:MAX_LISTED])
+    return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

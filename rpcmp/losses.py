@@ -35,13 +35,10 @@ def causal_lm(
         targets: the tokens themselves, int64 of shape (samples, length), or a dict with them as
             "labels". Those equal to `ignore_index` are not learnt.
         aux_weight: of the "aux_loss" that a mixture of experts returns, which transformers adds
-            with its config's `router_aux_loss_coef`; 0: it is left out.
+            with its config's `router_aux_loss_coef`; 0: it is left out; None: it raises ValueError.
 
     Returns:
         A float32 scalar; weighted by `next_tokens`.
-
-    Raises:
-        ValueError: there is an "aux_loss", and no `aux_weight`.
     """
     aux = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
     if isinstance(aux, Tensor) and aux_weight is None:

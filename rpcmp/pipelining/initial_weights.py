@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rpcmp.config.schema import Config
 from rpcmp.config.types import COPY
-from rpcmp.errors import MAX_LISTED, ConfigError, one_line
+from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.pipelining.weight_files import WeightFiles
 
 
@@ -78,7 +78,7 @@ def require_known_weights(
     else:
         unknown = [name for name in stored if name not in names]
     if unknown:
-        raise ConfigError(f"{files.what} has tensors of no layer: {_listed(unknown)}")
+        raise ConfigError(f"{files.what} has tensors of no layer: {some_of(unknown)}")
 
 
 def load_weights(
@@ -121,7 +121,7 @@ def load_weights(
                 module.load_state_dict(state)
             except RuntimeError as error:  # of a module that loads in a way of its own
                 raise ConfigError(f"{files.what}: layer {layer!r}: {error}") from error
-    if problems := [f"{what} {_listed(these)}" for what, these in wrong.items() if these]:
+    if problems := [f"{what} {some_of(these)}" for what, these in wrong.items() if these]:
         raise ConfigError(f"{files.what} does not fit the model: it {'; it '.join(problems)}")
 
 
@@ -141,8 +141,3 @@ def read_tensor(files: WeightFiles, name: str) -> Tensor:
                 f"{files.what}: {path.name} has no {name!r}, or is damaged: {one_line(error)}"
             ) from error
     return tensor
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_LISTED])
-    return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import MAX_LISTED, ConfigError, one_line
+from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.splitting.exporting import BY_HAND, Structure, flatten
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.side_effects import SideEffects, backward_hooks, observed
@@ -91,7 +91,7 @@ def _prove(
 ) -> None:
     proof = _Proof(module, split, autocast)
     if hooks := backward_hooks(module):
-        listed = _some(hooks)
+        listed = some_of(hooks)
         raise proof.error(f"has hooks of gradients, which its layers lose: {listed}\n{BY_HAND}")
     end = time.monotonic() + seconds
     for training in (True, False):
@@ -288,21 +288,21 @@ class _Proof:
         """Refuse what a forward does that may matter later, whatever it has computed now."""
         self._seen.add(seen)
         if seen.hooks:
-            hooks = _some(seen.hooks)
+            hooks = some_of(seen.hooks)
             raise self.error(f"puts hooks on tensors, which its layers lose: {hooks}\n{BY_HAND}")
         kinds = seen.changed
         if drawn := [name for name, kind in kinds.items() if kind == "generator"]:
             raise self.error(
-                f"draws from {_some(drawn)}, which would stay for ever what it was while the "
+                f"draws from {some_of(drawn)}, which would stay for ever what it was while the "
                 "module was cut: draw from torch's own generator, by operations on tensors, or "
                 f"{BY_HAND}"
             )
         counts = {name for name, kind in kinds.items() if kind == "number"}
         if turn and (counted := counts & self._changed_before):  # and no cache of the first call
             raise self.error(
-                f"changes {_some(sorted(counted))} in each forward, which would stay for ever what "
-                "it was while the module was cut: make it a buffer (`register_buffer`) that is "
-                f"changed in place, or {BY_HAND}"
+                f"changes {some_of(sorted(counted))} in each forward, which would stay for ever "
+                "what it was while the module was cut: make it a buffer (`register_buffer`) that "
+                f"is changed in place, or {BY_HAND}"
             )
         self._changed_before = counts
 
@@ -314,10 +314,10 @@ class _Proof:
                 "or leave it out and let the stages recompute (`recompute = true`)"
             )
         if self._seen.functions:
-            listed = _some(self._seen.functions)
+            listed = some_of(self._seen.functions)
             found.append(f"an autograd.Function's own backward is lost in a cut: {listed}")
         if self._seen.changed:
-            found.append(f"its forward changes {_some(sorted(self._seen.changed))}")
+            found.append(f"its forward changes {some_of(sorted(self._seen.changed))}")
         return "".join(f"; {each}" for each in found)
 
 
@@ -376,11 +376,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
-
-
 def _largest(value: Any) -> float:
     if not isinstance(value, Tensor) or not _counts(value):
         return 0.0
@@ -400,9 +395,8 @@ def _difference(
     if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
         if ours is theirs or (type(ours) is type(theirs) and ours == theirs):
             return ""
-        words = {id(None): "nothing"}
         shown = [
-            "a tensor" if isinstance(each, Tensor) else words.get(id(each), repr(each))
+            "a tensor" if isinstance(each, Tensor) else "nothing" if each is None else repr(each)
             for each in (ours, theirs)
         ]
         return f"is {shown[0]} in layers, and {shown[1]} as it is"

@@ -64,7 +64,10 @@ class StateCopy(NamedTuple):
 
     @property
     def has_new_value(self) -> bool:
-        return not _is_equal(_plain_of(_content(self._now)), _plain_of(self.content))
+        now = self._now
+        if isinstance(now, Tensor) and isinstance(self.content, Tensor):  # without a copy
+            return not _are_equal_tensors(now, self.content)
+        return not _is_equal(_plain_of(_content(now)), _plain_of(self.content))
 
     @property
     def _now(self) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState, StateCopy, put_back
+from rpcmp.worker.forward_state import ForwardState, put_back
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 """How far two results may be apart, in parts of the largest of them; LOW_ROUNDING of others."""
@@ -113,7 +113,7 @@ class Objective:
         begun = self._state.copy()
         value = self._value(whole)
         if self._is_trained:
-            self._require_constant(begun, whole)
+            self._require_constant(whole)
         put_back(begun)
         if self._value(whole).item() != value.item() and not math.isnan(value.item()):
             self._give_up("differs from call to call")
@@ -121,10 +121,8 @@ class Objective:
         put_back(begun)
         self._compare(value, whole, parts)
 
-    def _require_constant(self, begun: list[StateCopy], whole: Part) -> None:
-        """Refuse what changes with each call; what is noted of the last one is the same again."""
-        put_back(begun)
-        self._value(whole)
+    def _require_constant(self, whole: Part) -> None:
+        """Refuse what changes with a second call; a note of the last one is the same again."""
         once = self._state.copy()
         self._value(whole)
         if changed := [each.place.name for each in once if each.has_new_value]:

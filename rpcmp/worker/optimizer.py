@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.config import importing
 from rpcmp.config.types import Factory
-from rpcmp.errors import MAX_LISTED, ConfigError, RpcmpError
+from rpcmp.errors import ConfigError, RpcmpError, some_of
 from rpcmp.observability.trace.spans import NO_MICROBATCH, Kind
 from rpcmp.pipelining import devices, optimizers, random_streams
 from rpcmp.pipelining.assignment import Assignment
@@ -269,12 +269,10 @@ class StageOptimizer(ComputeThreadOwner):
         """Name the parameters that the first step leaves as they are, since no gradient came."""
         names = [name for name, parameter in self._named.items() if parameter.grad is None]
         if names:
-            more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             log.warning(
-                "no gradient has come to %s%s in the first step, so they stay as they are: nothing "
+                "no gradient has come to %s in the first step, so they stay as they are: nothing "
                 "that the loss reads depends on them, or it was detached",
-                ", ".join(names[:MAX_LISTED]),
-                more,
+                some_of(names),
             )
 
     def _learning_rates(self) -> list[float]:
