@@ -158,19 +158,17 @@ def test_a_run_leaves_predicted_options_that_its_first_step_has_no_memory_for(
 def test_a_run_leaves_found_options_if_it_resumes_where_there_is_less_memory(
     job: JobFolder,
 ) -> None:
-    config, limit = small_job(job, "steps = 20", '[checkpoint]\ndir = "saved"\nevery_steps = 100')
+    config, limit = small_job(job, "steps = 14", '[checkpoint]\ndir = "saved"\nevery_steps = 100')
     limit.write_text("4")
-    before = rebalanced.train(
-        config, {}, predicted=PREDICTED, after_step=lambda event: event.step == 14
-    )
+    before = rebalanced.train(config, {}, predicted=PREDICTED)
     assert all(event["microbatches_per_message"] == 2 for event in of_kind(before, "schedule"))
     limit.write_text("2")
-    resumed = drive(config, "--resume")
+    longer = ("--set", "steps=20")
+    resumed = drive(config, "--resume", *longer)
     assert resumed.code == 0, resumed.err
     first, then, *_ = of_kind(resumed, "schedule")
     assert [each["microbatches_per_message"] for each in (first, then)] == [2, 1]
     assert len(of_kind(resumed, "fault")) == 1
     limit.write_text("4")
-    steps, parameters = committed_alone(config)
-    done = of_kind(before, "step")[-1]["step"]
-    assert committed(resumed) == (steps[done:], parameters)
+    steps, parameters = committed_alone(config, *longer[1:])
+    assert committed(resumed) == (steps[14:], parameters)
