@@ -68,6 +68,14 @@ AREAS = {
         "splitting/guards.py",
         "splitting/aliasing.py",
     ),
+    "truth": (
+        "splitting/proof.py",
+        "splitting/side_effects.py",
+        "driver/sample_check.py",
+        "worker/objective.py",
+        "worker/forward_state.py",
+        "worker/inner_gradients.py",
+    ),
     "elasticity": (
         "job/membership.py",
         "job/moving_balance.py",
