@@ -102,6 +102,8 @@ class ModelCut(Strict):
             `rpcmp.from_init` builds; empty if that is all.
         base: of these, the frozen ones, which only `init` has: no snapshot and no checkpoint.
         split: a `rpcmp.splitting.split.Split`, packed.
+        uncompared: None if the whole module was compared with its layers; else, of a module that is
+            too large for that, the parts that were not compared either.
     """
 
     layers: list[str]
@@ -111,6 +113,7 @@ class ModelCut(Strict):
     in_init: dict[str, list[str]] = Field(default_factory=dict)
     base: list[str] = Field(default_factory=list)
     split: str
+    uncompared: list[str] | None = None
 
 
 class StageConfig(Strict):

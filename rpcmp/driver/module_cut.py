@@ -34,13 +34,14 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import COPY
 from rpcmp.data.batches import Loaded
 from rpcmp.data.loading import training_batches
-from rpcmp.errors import ConfigError, suggest
-from rpcmp.pipelining import devices, pytree
-from rpcmp.pipelining.split_layers import build_module, build_skeleton, unpacked
+from rpcmp.driver.module_proof import prove_cut
+from rpcmp.errors import ConfigError, some_of, suggest
+from rpcmp.pipelining import pytree
+from rpcmp.pipelining.split_layers import build_skeleton, unpacked
 from rpcmp.process.channel import Message
-from rpcmp.splitting import proof
 from rpcmp.splitting.building import names_in_init
 from rpcmp.splitting.exporting import restore
+from rpcmp.splitting.recording import recorded
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.splitting.weights import tensors_of
 from rpcmp.worker.model import AUTOCAST_DTYPES
@@ -50,14 +51,8 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 64
 """Cuts that are kept; the oldest goes first."""
 
-COPIES_IN_A_PROOF = 7
-"""Of all parameters: their values, those of before and after, the gradients of both, and more."""
-
 SECONDS_OF_A_PROOF = 20.0
 """That a proof may take if the export has taken less; most take a tenth of an export's."""
-
-MOST_OPERATIONS = 2e12
-"""Of a proof, some ten seconds to a minute of a processor; beyond, it is left to `rpcmp verify`."""
 
 LABELS = ("labels", "label", "label_ids")
 """Parts of a batch that a model could take, and would compute a loss of its own with."""
@@ -96,14 +91,20 @@ def cut_module(config: Config) -> ModelCut:
     cut = None if cached is None else _read(cached)
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
-        split = _split(module, sample, model, autocast)
+        with recorded(module) as recording:
+            split = _split(module, sample, model, autocast)
         took = max(time.monotonic() - started, SECONDS_OF_A_PROOF)
-        if (proven := _with_values(config, module, sample)) is not None:
-            others = few_samples(inputs, count, start=count)
-            proof.prove(proven, split, [sample, others], autocast, took, config.has_equal_parts)
-        cut = as_cut(split, module)
+        samples = [sample, few_samples(inputs, count, start=count)]
+        uncompared = prove_cut(config, module, split, recording, samples, took)
+        cut = as_cut(split, module).model_copy(update={"uncompared": uncompared})
         if cached is not None:
             _write(cached, cut)
+    if cut.uncompared:
+        log.warning(
+            "too large, or not to be called alone, to be compared with how they are cut: %s; that "
+            "they train alike is not proven",
+            some_of(cut.uncompared),
+        )
     require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
     return cut
 
@@ -225,38 +226,6 @@ def lengthened(inputs: Any, length: int = 9) -> Any:
         return torch.cat([tensor] * length, 1) if is_short else tensor
 
     return pytree.map_tensors(longer, inputs)
-
-
-def _with_values(config: Config, module: nn.Module, sample: Any) -> nn.Module | None:
-    """Return the module with values to compute with; None if there is no memory for that.
-
-    They are its constructor's where that draws them; zeros get others, or gradients behind them
-    would be zero as well.
-    """
-    size = sum(each.numel() * each.element_size() for each in module.parameters())
-    count = sum(each.numel() for each in module.parameters())
-    positions = max(each.numel() for each in pytree.tensors(sample)) if count > 10**8 else 0
-    free = devices.available_bytes(devices.CPU)
-    if (free is not None and size * COPIES_IN_A_PROOF > free) or (
-        12 * count * positions > MOST_OPERATIONS
-    ):
-        log.warning(
-            "the module's parameters, %.1f GiB, are too large to compare the layers with the "
-            "module on this host before they train: try `rpcmp verify` with a smaller one",
-            size / 2**30,
-        )
-        return None
-    proven = build_module(config) if config.init is None else build_skeleton(config)
-    generator = torch.Generator().manual_seed(config.seed)
-    with torch.no_grad():
-        for parameter in proven.parameters():
-            if config.init is not None and not parameter.is_floating_point():
-                parameter.zero_()
-            elif parameter.is_floating_point() and parameter.dim() < 2 and config.init is not None:
-                parameter.uniform_(0.1, 0.3, generator=generator)  # a scale may have to be positive
-            elif parameter.is_floating_point() and (config.init or not parameter.any()):
-                parameter.uniform_(-0.1, 0.1, generator=generator)
-    return proven
 
 
 def few_samples(batch: Any, count: int, start: int = 0) -> Any:

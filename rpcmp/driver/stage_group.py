@@ -80,7 +80,8 @@ class StageGroup:
     def _require_independent(self, batch: Loaded) -> None:
         """Check the samples of the first mini-batch, once; see `sample_check`."""
         config, count = self._config, self._rounds.count(batch.num_samples, True)
-        if config.has_equal_parts and config.cut is None and count > 1 and not self._is_checked:
+        is_compared = config.cut is not None and config.cut.uncompared is None
+        if config.has_equal_parts and not is_compared and count > 1 and not self._is_checked:
             sample_check.require_independent(
                 config, batch, lambda inputs, count, step: self._predictions(inputs, step, count)
             )

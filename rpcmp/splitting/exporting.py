@@ -86,7 +86,10 @@ def _export(
     names, leaves = arguments(batch)
     whole = _Flat(module, names, tells)
     whole.train(training)
-    sizes = tuple(dict.fromkeys(range(leaf.dim()), Dim.AUTO) for leaf in leaves)
+    sizes = tuple(
+        {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size != 1}  # no size to torch
+        for leaf in leaves
+    )
     with (
         warnings.catch_warnings(),
         torch.enable_grad(),

@@ -1,0 +1,136 @@
+"""Prove a cut on the driver's host: all of the module at once, or its parts where it is too large.
+
+memory, and operations         what is compared
+enough                         the module with its layers, on the first samples
+too few for whole sequences    the same, on their first tokens
+too few                        each part with itself: `rpcmp.driver.proof_in_parts`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.config.schema import Config
+from rpcmp.driver.proof_in_parts import give_values, prove_in_parts, shapes
+from rpcmp.pipelining import devices, pytree
+from rpcmp.pipelining.split_layers import build_module, build_skeleton
+from rpcmp.splitting.guards import holds
+from rpcmp.splitting.proof import prove
+from rpcmp.splitting.recording import PartCall, Recording
+from rpcmp.splitting.split import InputPlan, Split
+from rpcmp.worker.model import AUTOCAST_DTYPES
+
+COPIES_IN_A_PROOF = 7
+"""Of all parameters: their values, those of before and after, the gradients of both, and more."""
+
+MOST_OPERATIONS = 2e12
+"""Of a proof, some ten seconds to a minute of a processor."""
+
+TOKENS = 24
+"""Of a sequence, where all of them would take too many operations."""
+
+
+def prove_cut(
+    config: Config,
+    module: nn.Module,
+    split: Split,
+    recording: Recording,
+    samples: Sequence[Any],
+    seconds: float,
+) -> list[str] | None:
+    """Compare the layers of a cut with the module.
+
+    Args:
+        module: without values of its parameters.
+        recording: of its export.
+        samples: what it is called with, two of them or more, a few samples each.
+        seconds: that more than one comparison may take.
+
+    Returns:
+        None; of a module that is too large to be compared as a whole, the parts that could not be
+        compared either.
+
+    Raises:
+        ConfigError: they differ, or may later, and why.
+    """
+    autocast = AUTOCAST_DTYPES.get(config.autocast or "")
+    short = [first_tokens(each, split, TOKENS) for each in samples]
+    for few in (samples, short):
+        sizes = [each.shape for each in pytree.tensors(few[0])]
+        if has_memory_for(module) and is_quick(module, sizes):
+            whole = with_values(config)
+            prove(whole, split, few, autocast, seconds, config.has_equal_parts)
+            return None
+
+    def fits(part: nn.Module, call: PartCall) -> bool:
+        return has_memory_for(part) and is_quick(part, [each.sizes for each in shapes(call)])
+
+    lengths = _length(samples[0]), _length(short[0])
+    return prove_in_parts(module, recording, lengths, fits, autocast, seconds)
+
+
+def has_memory_for(module: nn.Module) -> bool:
+    """Whether this host has the memory to compare a module; True if that is not known."""
+    size = sum(each.numel() * each.element_size() for each in module.parameters())
+    free = devices.available_bytes(devices.CPU)
+    return free is None or size * COPIES_IN_A_PROOF <= free
+
+
+def is_quick(module: nn.Module, sizes: Sequence[Sequence[int]]) -> bool:
+    """Whether a proof takes no more than MOST_OPERATIONS.
+
+    Each parameter counts once per token, or per pixel: six times in training and as much more.
+
+    Args:
+        sizes: of the tensors that it is called with.
+    """
+    count = sum(each.numel() for each in module.parameters())
+    positions = max((math.prod(each[:-1] if len(each) > 2 else each) for each in sizes), default=1)
+    return count <= 10**8 or 12.0 * count * positions <= MOST_OPERATIONS
+
+
+def _length(inputs: Any) -> int:
+    """Return the length of sequences of tokens; 1 of anything else."""
+    first = pytree.tensors(inputs)[0]
+    return 1 if first.is_floating_point() or first.dim() < 2 else first.shape[1]
+
+
+def first_tokens(inputs: Any, split: Split, length: int) -> Any:
+    """Return inputs with shorter sequences; as they are, if the cut is not for other lengths."""
+    if (now := _length(inputs)) <= length:
+        return inputs
+    plans = iter(split.inputs)
+
+    def shorter(tensor: Tensor, plan: InputPlan) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if dim and size == now and plan.sizes[dim] is None:
+                tensor = tensor.narrow(dim, 0, length)
+        return tensor
+
+    short = pytree.map_tensors(lambda tensor: shorter(tensor, next(plans)), inputs)
+    sizes = [each.shape for each in pytree.tensors(short)]
+    return short if all(holds(guard, sizes) for guard in split.guards) else inputs
+
+
+def with_values(config: Config) -> nn.Module:
+    """Return the config's module with values to compute with.
+
+    They are its constructor's where that draws them; zeros get others, or gradients behind them
+    would be zero as well.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.init is not None:
+        proven = build_skeleton(config)
+        give_values(proven, generator)
+        return proven
+    proven = build_module(config)
+    with torch.no_grad():
+        for parameter in proven.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.uniform_(-0.1, 0.1, generator=generator)
+    return proven
