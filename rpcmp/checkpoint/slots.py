@@ -255,7 +255,10 @@ def newest_common(
 
 
 def mirrors(
-    machines: Sequence[str], stages: Sequence[int], has_files: bool = False
+    machines: Sequence[str],
+    stages: Sequence[int],
+    has_files: bool = False,
+    is_guest: Sequence[bool] = (),
 ) -> list[int | None]:
     """Return for each worker the index of the worker whose server mirrors its snapshots.
 
@@ -265,14 +268,17 @@ def mirrors(
 
     Every server mirrors at most one other worker. If machines alternate (a, b, a, b), the next
     worker is on another machine anyway. If neighbours share a machine, all mirrors are shifted by
-    the same number of workers.
+    the same number of workers. So they are where two neighbours are guests, a spare or a host that
+    has joined: a run that is resumed does not look there for files.
 
     Args:
         machines: the machine of each worker's server.
         stages: the stage of each worker.
         has_files: whether mirrors also write checkpoint files, which must come from replica 0.
+        is_guest: whether the worker's server is none of the config; none is when omitted.
     """
     count = len(machines)
+    is_guest = is_guest or [False] * count
     if count < 2:
         return [None] * count
 
@@ -283,19 +289,34 @@ def mirrors(
         is_alone = len(set(machines)) == 1
         return not has_files and any(is_alone or machines[i] != machines[index] for i in twins)
 
-    def on_same_machine(shift: int) -> int:
-        return sum(machines[i] == machines[(i + shift) % count] for i in range(count))
+    def shortcomings(shift: int) -> tuple[int, int]:
+        pairs = [(i, (i + shift) % count) for i in range(count)]
+        on_same_machine = sum(machines[i] == machines[other] for i, other in pairs)
+        return on_same_machine, sum(is_guest[i] and is_guest[other] for i, other in pairs)
 
-    shift = min(range(1, count), key=on_same_machine)
+    shift = min(range(1, count), key=shortcomings)
     return [None if needs_no_mirror(i) else (i + shift) % count for i in range(count)]
 
 
-def mirrors_of(config: Config, machines: Sequence[str]) -> list[int | None]:
+def mirrors_of(
+    config: Config, machines: Sequence[str], is_guest: Sequence[bool] = ()
+) -> list[int | None]:
     recovery, section = config.recovery, config.checkpoint
     if not recovery.enabled or recovery.mirror_every_steps == 0:
         return [None] * len(machines)
     has_files = section is not None and not section.shared
-    return mirrors(machines, [worker.stage_index for worker in config.workers], has_files)
+    return mirrors(machines, [worker.stage_index for worker in config.workers], has_files, is_guest)
+
+
+def mirrored_by(
+    worker: Member, step: int, cut: int, holdings: Mapping[str, HeldSnapshots]
+) -> list[str]:
+    """Return the workers whose servers hold another one's snapshot of a step."""
+    return [
+        name
+        for name, held in holdings.items()
+        if name != worker.label and step in held.of_cut(cut).mirrored.get(worker.stage, ())
+    ]
 
 
 def _holders_by_step(

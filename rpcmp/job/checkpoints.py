@@ -24,7 +24,7 @@ from typing import Any
 
 from rpcmp.checkpoint.folder import CheckpointFolder, RunCheckpoints, left_behind, look, remove
 from rpcmp.checkpoint.manifest import BestMark, Cursor, Manifest, StageFile
-from rpcmp.checkpoint.slots import HeldSnapshots
+from rpcmp.checkpoint.slots import HeldSnapshots, mirrored_by
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import changes, stored
 from rpcmp.config.topology import Member
@@ -198,7 +198,7 @@ class Checkpoints:
         self._started_at[held.common.step] = time.monotonic()
         members = self.cuts.members(held.cut, self.workers)
         firsts = [worker for worker in members if worker.replica == 0]
-        parts = await asyncio.gather(*(self._save(worker, held) for worker in firsts))
+        parts = await asyncio.gather(*(self._save(worker, held, holdings) for worker in firsts))
         for worker, saved in zip(firsts, parts, strict=True):
             await self.add_part(worker.stage, saved)
 
@@ -379,13 +379,24 @@ class Checkpoints:
         if self.remove_elsewhere is not None:
             await self.remove_elsewhere(folder)
 
-    async def _save(self, worker: Member, held: HeldStep) -> pb.Saved:
+    async def _save(
+        self, worker: Member, held: HeldStep, holdings: Mapping[str, HeldSnapshots]
+    ) -> pb.Saved:
+        """Write a stage's file where its snapshot is; and where its copy is, if that is a guest."""
         labels = [each.label for each in self.workers]
-        holder, step = labels.index(held.common.holders[worker.label]), held.common.step
+        holder, step = held.common.holders[worker.label], held.common.step
+        others = [n for n in mirrored_by(worker, step, held.cut, holdings) if n in labels]
+        addresses = [self._pool.place(each).address for each in (holder, *others)]
+        if not self._pool.is_guest(addresses[0]):
+            addresses = addresses[:1]
+        saved = [await self._save_at(address, worker, step, held.cut) for address in addresses]
+        return next((each for each in saved if not each.error), saved[0])
+
+    async def _save_at(self, address: str, worker: Member, step: int, cut: int) -> pb.Saved:
         request = pb.SaveRequest(
-            job_id=self._pool.job_id, stage_name=worker.stage, step=step, cut=held.cut
+            job_id=self._pool.job_id, stage_name=worker.stage, step=step, cut=cut
         )
-        async with self._pool.client(self._pool.addresses[holder]) as client:
+        async with self._pool.client(address) as client:
             try:
                 return await client.save(request)
             except RpcmpError as error:

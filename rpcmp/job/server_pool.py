@@ -86,6 +86,7 @@ class ServerPool:
     ) -> None:
         addresses = server_addresses(config, connect)
         self.dialer = dialer_for(config, [*addresses, *config.recovery.spares])
+        self._own_addresses = {*addresses}
         self._places: dict[str, ServerPlace] = {}
         self._settle(config.workers, addresses)
         self.job_id, self.driver_id = uuid.uuid4().hex, uuid.uuid4().hex
@@ -123,6 +124,10 @@ class ServerPool:
     def known_places(self) -> Mapping[str, ServerPlace]:
         """Of all workers that there ever were, by label."""
         return self._places
+
+    def is_guest(self, address: str) -> bool:
+        """Whether a server is a spare, or has joined: a run that is resumed may not know it."""
+        return not self.is_local and address not in self._own_addresses
 
     def place(self, label: str) -> ServerPlace:
         return self._places[label]

@@ -168,6 +168,7 @@ class TrainingRun:
         self._vitals = Vitals()
         self._is_taken_over = self._is_done = False
         self._identity = ""
+        self._leaving: asyncio.Future[None] | None = None
         self._events = EventStream(report, self._generation_number)
         self._report = self._events.emit
         self.signals: list[int] = []
@@ -244,6 +245,9 @@ class TrainingRun:
             await asyncio.to_thread(require_place, config.checkpoint_folder)
         await pool.open()
         self._loop = RecoveryLoop(config.recovery, pool, workload)
+        recovery = config.recovery
+        if self._start == "resume" and recovery.enabled and recovery.spares and not pool.is_local:
+            await pool.wait_until_ready()  # a host may be lost together with the driver
         try:
             summary = await self._loop.run()
         except TakenOverError:
@@ -286,7 +290,7 @@ class TrainingRun:
         if not before and self._workload is not None and self._workload.is_training:
             self._workload.finish_step(save=self.saves_on(signum))
         else:
-            task.cancel()
+            (self._leaving or task).cancel()
 
     def rebalance(self, balance: list[int], reason: str = "") -> None:
         """Go on with these numbers of layers per stage after the running step, if it trains."""
@@ -304,11 +308,17 @@ class TrainingRun:
         return self._workload.interruption(self.signals[-1])
 
     async def leave(self) -> None:
-        """Stop at once, with a checkpoint of the snapshots that the servers hold."""
+        """Stop at once, with a checkpoint of the snapshots that the servers hold.
+
+        Another signal does without the checkpoint.
+        """
         if self._loop is None or self._workload is None or self._loop.generation is None:
             return
         await self._loop.close()
-        await self._workload.checkpoints.leave()
+        self._leaving = asyncio.ensure_future(self._workload.checkpoints.leave())
+        await asyncio.wait([self._leaving])
+        if not self._leaving.cancelled():
+            self._leaving.result()
 
     def _may_free(self, pool: ServerPool, workload: TrainingWorkload) -> bool:
         """Return whether what the servers hold may be dropped.

@@ -211,7 +211,8 @@ class WorkerGroup:
         """
         sent = await self._send_weights(weights)
         machines = [claim.machine for claim in self._claims]
-        mirrors = mirrors_of(self._config, machines)
+        is_guest = [self._pool.is_guest(client.address) for client in self._clients]
+        mirrors = mirrors_of(self._config, machines, is_guest)
         wanted = self._devices_wanted()
         neighbours = [on_machine(wanted, machines, rank) for rank in range(len(machines))]
         await gather_all(

@@ -137,10 +137,15 @@ class StageServer:
     async def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for the job to end, then end it, and stop listening.
 
-        A server that leaves a job waits, as long at most, until the job needs it no longer.
+        A server that leaves a job waits until the job needs it no longer: as long at most, counted
+        from when its driver was last heard, since a step may take longer.
         """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for((self._forgotten if self.leaves else self._idle).wait(), seconds)
+        is_over = self._forgotten if self.leaves else self._idle
+        while not is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), seconds)
+            if not self.leaves or not seconds or self.driver.is_silent:
+                break
         await self.release(self.claim)
         await asyncio.to_thread(self._job_folder.clear)
         await self._endpoints.close()

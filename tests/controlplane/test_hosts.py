@@ -5,6 +5,7 @@ In tests/system/test_machines.py the hosts share neither memory nor disks.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from rpcmp.checkpoint.folder import newest_in
 from rpcmp.errors import DrainingError, RecoveryTimeoutError, UnreachableError, exit_code
 from rpcmp.job import worker_group
+from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.server_calls import drain
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
@@ -25,6 +27,8 @@ from rpcmp.observability.events import (
     WarningEvent,
 )
 from rpcmp.server import stage_server
+from rpcmp.server.snapshot_store import SnapshotStore
+from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane.cluster import Cluster, Run, Server, in_event_loop, reference
 from tests.support.lan import cli, issue
 
@@ -246,3 +250,54 @@ async def test_the_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         run = await cluster.drive(cluster.config())
         assert run.error is not None
         assert exit_code(run.error) == 143
+
+
+@in_event_loop
+async def test_the_second_signal_ends_a_run_that_saves_between_two_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is too slow to wait for."""
+    saving: list[Checkpoints] = []
+
+    async def saves_for_ever(checkpoints: Checkpoints) -> None:
+        saving.append(checkpoints)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Checkpoints, "leave", saves_for_ever)
+    async with Cluster(tmp_path) as cluster:
+
+        async def interrupt_twice(_: WaitingEvent) -> None:
+            await cluster.interrupt(signal.SIGTERM)
+            await cluster.until(lambda: saving)
+            await cluster.interrupt(signal.SIGINT)
+
+        cluster.at(5, cluster.servers[1].lose)
+        cluster.hold(7, lambda: False)
+        cluster.when(WaitingEvent, 1, interrupt_twice)
+        run = await cluster.drive(cluster.config())
+        assert run.error is not None
+        assert exit_code(run.error) == 130
+
+
+@in_event_loop
+async def test_the_file_of_a_stage_at_a_spare_is_saved_at_a_server_of_the_config_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without [checkpoint] that gives up: it is resumed where the config says."""
+    saved: list[tuple[str, bool]] = []
+    save = SnapshotStore.save
+
+    async def noted(store: SnapshotStore, stage_name: str, step: int, cut: int) -> pb.Saved:
+        saved.append((stage_name, store is spare.served.snapshot_store))
+        return await save(store, stage_name, step, cut)
+
+    monkeypatch.setattr(SnapshotStore, "save", noted)
+    async with Cluster(tmp_path) as cluster:
+        spare = await cluster.serve(None)
+        cluster.at(4, cluster.servers[1].lose)
+        cluster.hold(7, lambda: cluster.run.of(RecoveredEvent))
+        cluster.fail_at(0, 9, "SIGKILL", times=9)
+        spares = f"recovery.spares=['{spare.address}']"
+        run = await cluster.drive(cluster.config(spares, "recovery.replace_after=0.1"))
+        assert isinstance(run.error, RecoveryTimeoutError)
+        assert sorted(saved) == [("stage0", False), ("stage1", False), ("stage1", True)]

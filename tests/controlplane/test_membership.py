@@ -11,6 +11,7 @@ from rpcmp.job import membership
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
+    FaultEvent,
     GenerationEvent,
     RecoveredEvent,
     ReplacedEvent,
@@ -19,6 +20,8 @@ from rpcmp.observability.events import (
     SummaryEvent,
     WarningEvent,
 )
+from rpcmp.server.driver_memory import DriverMemory
+from tests.support.controlplane import cluster as controlplane
 from tests.support.controlplane.cluster import Call, Cluster, Committed, Server, in_event_loop
 
 AUTO = 'rebalance="auto"'
@@ -142,6 +145,29 @@ async def test_a_spare_takes_the_stage_of_a_host_that_leaves(
     assert run.committed == undisturbed
     assert run.only(ReplacedEvent).address == spare.address
     assert run.stages == []
+
+
+@in_event_loop
+async def test_a_host_that_leaves_waits_while_the_driver_is_heard(
+    tmp_path: Path, undisturbed: Committed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes longer than any limit ends before it goes."""
+    asked: list[bool] = []
+
+    def is_silent(memory: DriverMemory) -> bool:
+        asked.append(True)
+        return False
+
+    monkeypatch.setattr(DriverMemory, "is_silent", property(is_silent))
+    monkeypatch.setattr(controlplane, "DRAIN_SECONDS", 0.05)
+    async with Cluster(tmp_path) as cluster:
+        leaving = cluster.servers[1]
+        cluster.at(8, leaves(leaving))
+        cluster.hold(9, lambda: len(asked) > 3)
+        run = await cluster.drive(cluster.config(AUTO, steps=40, balance=[3, 3]))
+        await leaving.ending
+    assert run.committed == undisturbed
+    assert run.of(FaultEvent) == []
 
 
 @in_event_loop

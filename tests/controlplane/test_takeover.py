@@ -28,6 +28,7 @@ from rpcmp.observability.events import (
     RunEvent,
     StepEvent,
     SummaryEvent,
+    WaitingEvent,
     WarningEvent,
 )
 from rpcmp.server import driver_memory
@@ -120,6 +121,20 @@ async def test_a_spare_that_has_taken_a_stage_is_found(tmp_path: Path) -> None:
         assert_goes_on(before, after, generation=3)
         replaced = after.only(ReplacedEvent)
         assert (replaced.lost, replaced.address) == (lost.address, spare.address)
+
+
+@in_event_loop
+async def test_a_spare_has_its_turn_if_a_host_is_lost_with_the_driver(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        lost, spare = cluster.servers[1], await cluster.serve(None)
+        spares = f"recovery.spares=['{spare.address}']"
+        config = cluster.config(spares, "recovery.replace_after=0.1")
+        before = await cluster.drive(config, lost_at=5)
+        await lost.lose()
+        after = await cluster.drive(config, start="resume")
+        assert_goes_on(before, after)
+        assert after.only(WaitingEvent).address == lost.address
+        assert after.only(ReplacedEvent).address == spare.address
 
 
 @in_event_loop

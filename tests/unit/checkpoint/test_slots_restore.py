@@ -289,6 +289,15 @@ def test_replicas_need_no_mirror(
     assert mirrors(list(machines), list(map(int, stages)), has_files) == found
 
 
+@pytest.mark.parametrize(
+    ("guests", "found"), [("nny", [1, 2, 0]), ("nyyn", [2, 3, 0, 1]), ("yy", [1, 0])]
+)
+def test_no_guest_mirrors_a_guest_if_possible(guests: str, found: list[int | None]) -> None:
+    count = len(guests)
+    is_guest = [each == "y" for each in guests]
+    assert mirrors(list("abcd"[:count]), range(count), is_guest=is_guest) == found
+
+
 def test_a_replica_holds_the_snapshot_of_a_lost_one() -> None:
     pair = workers("a", replicas=2)
     held = {"a:0": HeldSnapshots([]), "a:1": HeldSnapshots([3, 4])}

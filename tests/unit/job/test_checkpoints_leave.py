@@ -13,7 +13,7 @@ from typing import cast
 from rpcmp.checkpoint.folder import CheckpointFolder
 from rpcmp.checkpoint.slots import HeldSnapshots
 from rpcmp.job.checkpoints import Checkpoints
-from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.server_pool import ServerPlace, ServerPool
 from rpcmp.observability.events import Event
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.graphs import chain_of
@@ -29,6 +29,13 @@ class FakePool:
     job_id: str = "r1"
     addresses: tuple[str, ...] = ("a:1", "b:1")
     saved: list[pb.SaveRequest] = field(default_factory=list)
+
+    def place(self, label: str) -> ServerPlace:
+        index = ("stage0", "stage1").index(label)
+        return ServerPlace(self.addresses[index], index)
+
+    def is_guest(self, address: str) -> bool:
+        return False
 
     async def holdings(self) -> dict[str, HeldSnapshots]:
         return {
