@@ -71,6 +71,9 @@ AREAS = {
     "truth": (
         "splitting/proof.py",
         "splitting/side_effects.py",
+        "splitting/comparison.py",
+        "splitting/sample_proof.py",
+        "driver/proof_in_parts.py",
         "driver/sample_check.py",
         "worker/objective.py",
         "worker/forward_state.py",
