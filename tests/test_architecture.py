@@ -181,7 +181,7 @@ AT_MOST = {
         "a forward's state is put back, the objective and the cut are proven before the first step",
     ),
     "lines that serve and drive": (
-        50_500,
+        50_520,
         "no guest mirrors a guest, spares have their turn on --resume, a leave waits for its step",
     ),
     "lines of the top": (590, ""),
@@ -190,7 +190,10 @@ AT_MOST = {
     "lines of config": (2_940, ""),
     "lines of data": (2_000, ""),
     "lines of driver": (4_540, "a module that is too large for a proof is compared part by part"),
-    "lines of job": (6_390, "spares have their turn on --resume; a guest's files are written twice"),
+    "lines of job": (
+        6_390,
+        "spares have their turn on --resume; a guest's files are written twice",
+    ),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
     "lines of pipelining": (

@@ -16,14 +16,15 @@ import uuid
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from rpcmp.checkpoint.files import place_of, require_plain, write_durably
 from rpcmp.config import importing
 from rpcmp.config.files import COMPARED_BY_VERSION, sha256_of
-from rpcmp.config.types import Strict
-from rpcmp.errors import CheckpointError, ConfigError, FactoryError, one_line
+from rpcmp.config.types import Factory, Strict
+from rpcmp.errors import CheckpointError, ConfigError, FactoryError, RpcmpError, one_line
 from rpcmp.net.security import Security
 from rpcmp.process.channel import Message
 from rpcmp.process.fork_client import Forks
@@ -47,6 +48,7 @@ class CheckRequest(Strict):
     Attributes:
         callables: "module:callable" of everything that will be built there, by config key.
         devices: torch devices.
+        builds: those of the callables that make modules, by config key.
         metrics: "module:callable" of the metrics that the driver may have to compute, by config
             key.
         folder: absolute path of the folder for checkpoints; empty if there are none.
@@ -59,6 +61,7 @@ class CheckRequest(Strict):
 
     callables: dict[str, str]
     devices: list[str]
+    builds: dict[str, Factory] = Field(default_factory=dict)
     metrics: dict[str, str] = Field(default_factory=dict)
     folder: str = ""
     relative_folder: str = ""
@@ -130,7 +133,7 @@ class HostFacts(Strict):
         folder: None if the job keeps no checkpoints.
         devices: by the names in the request.
         code: SHA-256 of the code that is installed or was sent along, by top-level module.
-        problems: why a callable does not import, by config key.
+        problems: why a callable does not import, or makes no module, by config key.
         driver_metrics: keys of the request's metrics that keep a state.
         has_init: whether the weights to start from are there.
     """
@@ -286,6 +289,9 @@ def check_devices_and_code(message: Message) -> Iterator[Message]:
     importing.set_allow_list(message["allowed"])
     request = CheckRequest.model_validate_json(message["order"])
     problems = {key: _import_problem(name, key) for key, name in request.callables.items()}
+    if not request.init or os.path.exists(request.init):  # without it, the driver sends some
+        for key, factory in request.builds.items():
+            problems[key] = problems[key] or _build_problem(factory, key, request.init)
     yield {
         "event": "examined",
         "devices": {name: _try_device(name).model_dump() for name in request.devices},
@@ -303,6 +309,28 @@ def _import_problem(name: str, key: str) -> str:
         return str(error)
     except BaseException as error:  # a module that calls sys.exit()
         return f"{key} = {name!r} does not import: {one_line(error)}"
+    return ""
+
+
+def _build_problem(factory: Factory, key: str, init: str) -> str:
+    """Return why a module or a list of layers cannot be made, or an empty string.
+
+    It gets no memory for its parameters, unless it cannot be made without.
+    """
+    from rpcmp.splitting.building import build_without_weights, init_at  # imports torch
+
+    def make() -> Any:
+        with init_at(init or None):
+            return importing.create(factory, key)
+
+    if key != "model.layers":
+        with contextlib.suppress(Exception):
+            build_without_weights(make)
+            return ""
+    try:
+        make()
+    except RpcmpError as error:
+        return str(error)
     return ""
 
 

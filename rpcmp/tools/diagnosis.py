@@ -208,6 +208,8 @@ def _code(where: str, facts: HostFacts) -> Iterator[Finding]:
         hint = ""
         if "No module named" in problem:
             hint = ": install it there, or let it lie beside the config, with ship_code = true"
+        elif "FileNotFoundError" in problem:
+            hint = "\nof what lies beside the config, Python files alone are sent: put it there"
         yield Finding(where, "code", Status.FAILED, problem + hint)
     if not facts.problems:
         text = ", ".join(f"{module} {_short(digest)}" for module, digest in facts.code.items())

@@ -174,7 +174,8 @@ def stage_request(
         {"loss": config.loss, **metrics} if is_sink else {},
         _data(config, "stage", counts=is_sink) if graph.parts(name) else {},
     )
-    return _request(config, callables, marker, [config.stage(index).device])
+    request = _request(config, callables, marker, [config.stage(index).device])
+    return request.model_copy(update={"builds": _model(config, index)})
 
 
 def spare_request(
@@ -184,7 +185,9 @@ def spare_request(
     stages = [stage_request(config, i, marker, driver_metrics) for i in range(config.num_stages)]
     callables = _names(*(stage.callables for stage in stages))
     devices = sorted({device for stage in stages for device in stage.devices})
-    return _request(config, callables, marker, devices)
+    request = _request(config, callables, marker, devices)
+    builds = {key: factory for stage in stages for key, factory in stage.builds.items()}
+    return request.model_copy(update={"builds": builds})
 
 
 def driver_request(config: Config, marker: str) -> CheckRequest:
@@ -211,11 +214,14 @@ def _names(*groups: Callables) -> dict[str, str]:
     }
 
 
-def _model(config: Config, index: int) -> Callables:
+def _model(config: Config, index: int) -> dict[str, Factory]:
     if config.model is not None:
         key = "model.layers" if config.model.module is None else "model.module"
-        return {key: config.model.source}
-    return {f"stages.{index}.module": config.stage(index).module}
+        return {key: Factory(callable=config.model.source, kwargs=config.model.kwargs)}
+    stage = config.stage(index)
+    assert stage.module is not None
+    factory = Factory(callable=stage.module, kwargs=stage.kwargs)
+    return {f"stages.{index}.module": factory}
 
 
 def _optimizer_and_scheduler(config: Config, index: int) -> Callables:

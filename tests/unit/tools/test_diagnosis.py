@@ -150,12 +150,17 @@ def test_code_that_differs_from_the_drivers_is_found() -> None:
     assert "'my_model' is other code than that of driver" in found[1].text
 
 
-def test_a_callable_that_does_not_import_is_found() -> None:
-    problem = "loss = 'my_loss:Loss' does not import: No module named 'my_loss'"
-    assert judged(having(problems={"loss": problem}), "code") == (
-        Status.FAILED,
-        f"{problem}: install it there, or let it lie beside the config, with ship_code = true",
-    )
+@pytest.mark.parametrize(
+    ("problem", "hint"),
+    [
+        ("No module named 'a'", ": install it there, or let it lie beside the config, with "),
+        ("FileNotFoundError: 'a'", "\nof what lies beside the config, Python files alone are sent"),
+    ],
+)
+def test_a_callable_that_does_not_import_is_found(problem: str, hint: str) -> None:
+    status, text = judged(having(problems={"loss": problem}), "code")
+    assert status is Status.FAILED
+    assert text.startswith(f"{problem}{hint}")
 
 
 @pytest.mark.parametrize(
