@@ -40,7 +40,7 @@ from rpcmp.pipelining import pytree
 from rpcmp.pipelining.split_layers import build_skeleton, unpacked
 from rpcmp.process.channel import Message
 from rpcmp.splitting.building import names_in_init
-from rpcmp.splitting.exporting import restore
+from rpcmp.splitting.exporting import as_returned, restore
 from rpcmp.splitting.recording import recorded
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.splitting.weights import tensors_of
@@ -126,7 +126,7 @@ def require_loss(config: Config, split: Split, targets: Any) -> None:
         else torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
         for dtype, sizes in split.outputs
     ]
-    outputs = restore(split.structures[0], returned)
+    outputs = as_returned(split.structures[0], restore(split.structures[0], returned))
     loss = importing.load_function(config.loss, "loss")
     try:
         loss(outputs, pytree.map_tensors(lambda tensor: tensor.to("meta"), targets))

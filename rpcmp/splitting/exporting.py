@@ -6,6 +6,7 @@ are never read, so they need no values.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import warnings
@@ -29,6 +30,8 @@ Structure: TypeAlias = Any
 """What a module returns, as JSON: None, an output's number, or one of
 
     {"tuple": [...]}, {"list": [...]}, {"dict": [[key, ...], ...]}, {"is": a number, text or flag}
+
+and of what has names: {"fields": ...} like "dict", and {"named": [[name, ...], ...]}, a named tuple
 """
 
 OWNER = "module"
@@ -204,9 +207,41 @@ def restore(structure: Structure, values: Sequence[Any]) -> Any:
             return tuple(restore(each, values) for each in parts)
         case {"list": parts}:
             return [restore(each, values) for each in parts]
-        case {"dict": pairs}:
+        case {"dict": pairs} | {"fields": pairs}:
             return {key: restore(each, values) for key, each in pairs}
+        case {"named": pairs}:
+            return tuple(restore(each, values) for _, each in pairs)
     raise ConfigError(f"{structure!r} is nothing that a module returns")
+
+
+class Fields(dict[Any, Any]):
+    """A dict whose values are its attributes as well, like the outputs of transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no {name!r} in {', '.join(map(str, self))}")
+
+
+def as_returned(structure: Structure, value: Any) -> Any:
+    """Return a restored value with the names that the module gives its parts.
+
+    A loss may read `outputs.logits`, or `getattr(outputs, "scale", 1.0)`, which in a plain dict or
+    tuple would be another number without a word.
+    """
+    match structure:
+        case {"tuple": parts}:
+            return tuple(itertools.starmap(as_returned, zip(parts, value, strict=True)))
+        case {"list": parts}:
+            return list(itertools.starmap(as_returned, zip(parts, value, strict=True)))
+        case {"dict": pairs}:
+            return {key: as_returned(each, value[key]) for key, each in pairs}
+        case {"fields": pairs}:
+            return Fields((key, as_returned(each, value[key])) for key, each in pairs)
+        case {"named": pairs}:
+            parts = [as_returned(*pair) for pair in zip((s for _, s in pairs), value, strict=True)]
+            return collections.namedtuple("Outputs", [name for name, _ in pairs])(*parts)
+    return value
 
 
 class _Seen:
@@ -252,8 +287,9 @@ def flatten(value: Any) -> tuple[Structure, list[Any]]:
 
 
 def plain(value: Any) -> Any:
-    """Return what a module returns as a layer does that was cut out of it."""
-    return restore(*flatten(value))
+    """Return what a module returns as a loss gets it of a layer that was cut out of it."""
+    structure, values = flatten(value)
+    return as_returned(structure, restore(structure, values))
 
 
 def _structure(value: Any, found: list[Any]) -> Structure:
@@ -273,9 +309,13 @@ def _structure(value: Any, found: list[Any]) -> Structure:
             return {"is": value}
         case Mapping():  # also transformers' outputs
             pairs = [pair for pair in value.items() if isinstance(pair[1], KEPT)]
-            return {"dict": [[_key(key), _structure(each, found)] for key, each in pairs]}
+            kind = "fields" if pairs and _are_attributes(value, pairs) else "dict"
+            return {kind: [[_key(key), _structure(each, found)] for key, each in pairs]}
         case list():
             return {"list": [_structure(each, found) for each in value]}
+        case tuple() if hasattr(value, "_fields"):
+            named = zip(value._fields, value, strict=True)
+            return {"named": [[name, _structure(each, found)] for name, each in named]}
         case tuple():
             return {"tuple": [_structure(each, found) for each in value]}
     raise ConfigError(
@@ -285,6 +325,10 @@ def _structure(value: Any, found: list[Any]) -> Structure:
 
 
 KEPT = (Tensor, torch.SymInt, numpy.generic, complex, *PLAIN, Mapping, tuple, list, type(None))
+
+
+def _are_attributes(value: Any, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    return all(isinstance(key, str) and getattr(value, key, None) is each for key, each in pairs)
 
 
 def _key(key: Any) -> Any:
@@ -310,8 +354,8 @@ def _with_fixed_sizes(structure: Structure, program: ExportedProgram) -> Structu
                 return values[part]
             case {"tuple": parts} | {"list": parts}:
                 return {kind: [placed(each) for each in parts] for kind in part}
-            case {"dict": pairs}:
-                return {"dict": [[key, placed(each)] for key, each in pairs]}
+            case {"dict": pairs} | {"fields": pairs} | {"named": pairs}:
+                return {kind: [[key, placed(each)] for key, each in pairs] for kind in part}
         return part
 
     return placed(structure)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.config.types import COPY
-from rpcmp.splitting.exporting import Structure, arguments, restore
+from rpcmp.splitting.exporting import Structure, arguments, as_returned, restore
 from rpcmp.splitting.guards import holds, in_words
 from rpcmp.splitting.program import Program, compiled, name_of_kind
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
@@ -64,6 +64,10 @@ class SplitLayer(nn.Module):
         if not self._split_structures:
             return outputs
         return restore(self._split_structures[self.training], outputs)
+
+    def as_returned(self, value: Any) -> Any:
+        """Return what the last layer returns with the names that the module gives its parts."""
+        return as_returned(self._split_structures[self.training], value)
 
     def compile_programs(self, compile_: Callable[[Run], Run]) -> None:
         """Compile the programs of both modes, by a function such as `torch.compile`."""

@@ -82,7 +82,7 @@ class SideBySide:
     def call_layers(self, batch: Any) -> Any:
         for layer in self._layers:
             batch = layer(batch)
-        return batch
+        return self._layers[-1].as_returned(batch)
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield each parameter's gradient, the last parameter's first, and forget them."""

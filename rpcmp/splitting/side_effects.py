@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,27 +65,49 @@ class SideEffects:
 @contextlib.contextmanager
 def observed(module: nn.Module) -> Iterator[SideEffects]:
     """Note what the forward of a module does besides computing, in this block."""
-    seen = SideEffects()
     before = _state(module)
-    apply = vars(Function)["apply"]
-
-    def applied(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if kind.__name__ == CHECKPOINT and kind.__module__ == "torch.utils.checkpoint":
-            seen.has_checkpoints = True
-        elif kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
-            seen.add(SideEffects(functions=[f"{kind.__qualname__} ({_place_of(kind)})"]))
-        return apply.__get__(None, kind)(*args, **kwargs)
-
-    setattr(Function, "apply", classmethod(applied))  # noqa: B010
-    try:
-        with _noted_hooks(seen):
-            yield seen
-    finally:
-        setattr(Function, "apply", apply)  # noqa: B010
+    with noted_functions() as seen, _noted_hooks(seen):
+        yield seen
     after = _state(module)
     for name, (kind, value) in after.items():
         if name in before and before[name][1] != value:
             seen.changed[name] = kind
+
+
+_noting: dict[int, SideEffects] = {}
+"""What is noted of the Functions that a thread calls, by the thread."""
+
+_changing = threading.Lock()
+_apply = vars(Function)["apply"]
+
+
+@contextlib.contextmanager
+def noted_functions() -> Iterator[SideEffects]:
+    """Note which autograd.Functions of the user's this thread calls in this block."""
+    thread, seen = threading.get_ident(), SideEffects()
+    with _changing:
+        outer = _noting.get(thread)
+        _noting[thread] = seen
+        setattr(Function, "apply", classmethod(_noted_apply))  # noqa: B010
+    try:
+        yield seen
+    finally:
+        with _changing:
+            del _noting[thread]
+            if outer is not None:
+                outer.add(seen)
+                _noting[thread] = outer
+            if not _noting:
+                setattr(Function, "apply", _apply)  # noqa: B010
+
+
+def _noted_apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if (seen := _noting.get(threading.get_ident())) is not None:
+        if kind.__name__ == CHECKPOINT and kind.__module__ == "torch.utils.checkpoint":
+            seen.has_checkpoints = True
+        elif kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
+            seen.add(SideEffects(functions=[f"{kind.__qualname__} ({_place_of(kind)})"]))
+    return _apply.__get__(None, kind)(*args, **kwargs)
 
 
 def backward_hooks(module: nn.Module) -> list[str]:
@@ -128,12 +150,11 @@ def _own_line() -> str:
     return "" if TORCH in path.parents else f"{path.name}:{caller.lineno}"
 
 
-def _place_of(kind: type) -> str:
-    try:
-        path, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
-    except (OSError, TypeError):  # made by a program
-        return kind.__module__
-    return f"{Path(path or '').name}:{line}"
+def _place_of(kind: type[Function]) -> str:
+    code = getattr(kind.forward, "__code__", None)  # `inspect` parses files, one thread at a time
+    return (
+        kind.__module__ if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    )
 
 
 def _state(module: nn.Module) -> dict[str, tuple[str, Any]]:

@@ -24,8 +24,8 @@ from rpcmp.worker import boundary, copies
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Received, to_wire_dtype
+from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.forward_state import ForwardState
-from rpcmp.worker.inner_gradients import whole_derivatives
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter
@@ -62,7 +62,7 @@ class Execution:
 
     Args:
         memory_for: returns the memory that this process shares with such a reader, if any.
-        partial: see `rpcmp.worker.inner_gradients`.
+        first: checks the first forward of a training.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Execution:
         wire_dtype: torch.dtype | None,
         loss_scale: LossScale | None = None,
         memory_for: Callable[[Sharing], OwnMemory | None] = lambda _: None,
-        partial: Sequence[bool] | None = None,
+        first: FirstForward | None = None,
     ) -> None:
-        self._partial, self._has_trained = partial, False
+        self._first, self._has_trained = first, False
         self._memory_for = memory_for
         self._stage = stage
         self._model = model
@@ -192,15 +192,13 @@ class Execution:
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
+        if self._first is not None:
+            first, self._first = self._first, None
+            first.check(meta)
         return self._computed(SavedForward(meta, tape, weights), outputs, inputs, sharing)
 
     def _compute(self, meta: MicrobatchMeta, received: Received, inputs: list[Any]) -> Any:
-        if self._partial is None:
-            outputs = self._model.forward(inputs, meta)
-        else:  # the first micro-batch shows what the code does
-            partial, self._partial = self._partial, None
-            with whole_derivatives(inputs, partial):
-                outputs = self._model.forward(inputs, meta)
+        outputs = (self._first or self._model).forward(inputs, meta)
         if not self._model.is_sink:
             return outputs
         targets, weight = received.targets_on_device(), received.targets.weight

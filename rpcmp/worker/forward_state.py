@@ -409,8 +409,7 @@ def _refilled(value: Any, content: Any) -> Any:
     if isinstance(value, GENERATORS):
         _set_state(value, _generator_state(value, content))
     elif isinstance(value, Tensor):
-        with torch.no_grad():
-            value.detach().copy_(content)
+        value.data.copy_(content)  # a graph that has saved it is as it was, not invalid
     elif isinstance(value, numpy.ndarray):
         value[...] = content
     elif isinstance(value, dict):

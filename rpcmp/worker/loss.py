@@ -39,6 +39,7 @@ class SinkLoss:
         device: of the stage; targets are moved there.
         autocast: a context for the call of the loss.
         driver_metrics: metrics that the driver computes instead.
+        view: returns what the loss and the metrics get of the outputs; all of them if omitted.
 
     Raises:
         ConfigError: the config weighs a loss that adds up over samples.
@@ -50,8 +51,9 @@ class SinkLoss:
         device: torch.device,
         autocast: AbstractContextManager[object],
         driver_metrics: Collection[str],
+        view: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._view = device, view or _as_they_are
         self._autocast = autocast
         random_streams.seed_all(config.seed, "init", LOSS)
         self._loss = importing.load_function(config.loss, "loss")
@@ -68,7 +70,7 @@ class SinkLoss:
                 "means: leave it out, or use a mean loss"
             )
         self._metrics = {
-            name: _metric(metric, f"metrics.{name}")
+            name: _viewing(_metric(metric, f"metrics.{name}"), self._view)
             for name, metric in config.metrics.items()
             if name not in driver_metrics
         }
@@ -134,7 +136,7 @@ class SinkLoss:
 
     def _call(self, outputs: Any, targets: Any) -> Tensor:
         with self._autocast:
-            loss: Tensor = self._loss(outputs, targets)
+            loss: Tensor = self._loss(self._view(outputs), targets)
         return loss
 
     def _warn(self, targets: Any, meta: MicrobatchMeta) -> None:
@@ -266,6 +268,14 @@ def _metric(source: Factory, what: str) -> Callable[..., Any]:
             "it, and could not import it: install it there"
         )
     return metric
+
+
+def _as_they_are(outputs: Any) -> Any:
+    return outputs
+
+
+def _viewing(metric: Callable[..., Any], view: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda outputs, targets: metric(view(outputs), targets)
 
 
 def _uncounted(loss: Any, targets: Any) -> str:

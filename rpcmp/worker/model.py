@@ -36,6 +36,7 @@ from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import compiler
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
 from rpcmp.rpc.tensors import checksum
+from rpcmp.splitting.layer import SplitLayer
 from rpcmp.worker import compiling
 from rpcmp.worker.forward_state import (
     ChangedAttributes,
@@ -116,7 +117,14 @@ class StageModel:
         self.returns_outputs = self.is_sink and bool(assignment.driver_metrics)
         self._loss: SinkLoss | None = None
         if self.is_sink:
-            self._loss = SinkLoss(config, self.device, self._autocast, assignment.driver_metrics)
+            *_, last = self._modules.values()
+            self._loss = SinkLoss(
+                config,
+                self.device,
+                self._autocast,
+                assignment.driver_metrics,
+                last.as_returned if isinstance(last, SplitLayer) else None,
+            )
             self._store(self._loss.module)
         self._state = ForwardState(self.stateful(), renormalized=True)
         self._before_evaluation: list[StateCopy] = []

@@ -90,7 +90,7 @@ class Objective:
         outputs = pytree.map_tensors(own, outputs)
         before = self._state.copy()
         try:
-            with random_streams.kept(), torch.set_grad_enabled(self._is_trained), _own_tape():
+            with random_streams.kept(), torch.set_grad_enabled(self._is_trained), own_tape():
                 self._try(Part(outputs, targets, samples))
         except ConfigError:
             raise
@@ -200,7 +200,7 @@ class Objective:
         )
 
 
-def _own_tape() -> contextlib.AbstractContextManager[object]:
+def own_tape() -> contextlib.AbstractContextManager[object]:
     """Keep what a backward needs in this block: around it a stage may drop it, see `recompute`."""
     return torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
 
@@ -214,7 +214,7 @@ class Part(NamedTuple):
 
     def rows(self, start: int, end: int) -> Part:
         sizes = start, end, self.samples, self._tokens
-        return Part(_rows(self.outputs, *sizes), _rows(self.targets, *sizes), end - start)
+        return Part(rows(self.outputs, *sizes), rows(self.targets, *sizes), end - start)
 
     @property
     def _tokens(self) -> int:
@@ -230,7 +230,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _rows(tree: Any, start: int, end: int, samples: int, tokens: int) -> Any:
+def rows(tree: Any, start: int, end: int, samples: int, tokens: int) -> Any:
     """Return the rows of some samples; a sample may have several, such as one per token."""
 
     def cut(tensor: Tensor) -> Tensor:

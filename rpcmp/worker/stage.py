@@ -95,6 +95,7 @@ from rpcmp.worker.backward import Backwards, Failures
 from rpcmp.worker.copies import copies_of
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.failure import stage_failure
+from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync import GradientSync
 from rpcmp.worker.inner_gradients import on_two_ways
@@ -167,7 +168,7 @@ class Stage(ComputeThreadOwner):
             wire_dtype=_WIRE_DTYPES[config.wire_dtype],
             loss_scale=scale,
             memory_for=transport.memory_for,
-            partial=on_two_ways(graph, stage),
+            first=FirstForward(self.model, on_two_ways(graph, stage), config.has_equal_parts),
         )
         self._grad_sync = GradientSync(assignment, self.model, peer, memory_of)
         self.optimizer = StageOptimizer(

@@ -68,11 +68,19 @@ def test_a_module_is_trained_as_it_is(job: JobFolder, kind: str) -> None:
     require_plain(config, surprises.Net(kind))
 
 
-@pytest.mark.parametrize("returns", ["dict", "list"])
-def test_a_loss_reads_numbers_texts_and_lists_of_what_a_module_returns(
-    job: JobFolder, returns: str
+@pytest.mark.parametrize(
+    ("returns", "by"),
+    [
+        ("dict", "by_form"),
+        ("list", "by_form"),
+        ("record", "by_attributes"),
+        ("named tuple", "by_attributes"),
+    ],
+)
+def test_a_loss_reads_numbers_texts_lists_and_names_of_what_a_module_returns(
+    job: JobFolder, returns: str, by: str
 ) -> None:
-    loss = 'loss="tests.zoo.surprises:by_form"'
+    loss = f'loss="tests.zoo.surprises:{by}"'
     config = configured(job, MODULE, f'model.kwargs={{ returns = "{returns}" }}', loss)
     require_plain(config, surprises.Net(returns=returns))
 
@@ -127,6 +135,26 @@ def test_what_forwards_carry_on_survives_evaluations_and_is_not_carried_twice(
         trained = local.train(evaluate=True)
         assert len(local.of("eval")) == plain.STEPS
     assert plain.close(trained.losses, expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("recompute", ["", "stages=[{ recompute = true }, {}]"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "scaled"])
+def test_gradients_that_a_function_adds_are_those_of_a_mini_batch_or_refused(
+    job: JobFolder, kind: str, recompute: str, schedule: str
+) -> None:
+    layers = ['model.layers="tests.zoo.surprises:injecting"', f'model.kwargs={{ kind = "{kind}" }}']
+    more = [f'schedule="{schedule}"', *filter(None, [recompute])]
+    config = configured(job, *layers, *more)
+    if kind != "mean":
+        require_plain(config, whole(surprises.injecting(kind)))
+        return
+    refused = r"Injecting \(surprises.py:\d+\) adds a gradient of its own in each micro-batch"
+    with local_group(config) as local, pytest.raises(JobError, match=refused):
+        local.train()
+    require_plain(
+        configured(job, *layers, *more, "num_microbatches=1"), whole(surprises.injecting(kind))
+    )
 
 
 def test_a_loss_is_trained_with_the_model(job: JobFolder) -> None:

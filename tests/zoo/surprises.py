@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -153,6 +153,27 @@ def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
+class Record(dict[str, Any]):
+    """A dict whose values are attributes too, like outputs of transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+class Named(NamedTuple):
+    y: Tensor
+    scale: float
+
+
+def by_attributes(outputs: Any, targets: Tensor) -> Tensor:
+    """A loss that asks for what a module may have returned by attributes."""
+    error: Tensor = getattr(outputs, "scale", 1.0) * (outputs.y - targets).square().mean()
+    return error / getattr(outputs, "temperature", 2.0)
+
+
 class Net(nn.Module):
     """A module that is cut; `returns` says in which form it gives what it computes."""
 
@@ -175,6 +196,10 @@ class Net(nn.Module):
             return {"y": y, "scale": 2.5, "power": 2 if self.training else 1}
         if self.returns == "list":
             return [y, "square"]
+        if self.returns == "record":
+            return Record(y=y, scale=2.5)
+        if self.returns == "named tuple":
+            return Named(y, 2.5)
         return y
 
 
@@ -458,3 +483,36 @@ class Direct(nn.Module):
 
 def hidden() -> nn.Module:
     return filled(nn.Linear(4, 8))
+
+
+class Injecting(Function):
+    """An auxiliary loss beside the model's own, as libraries for mixtures of experts have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Auxiliary(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        sizes = y.square().sum(1)
+        loss = sizes.mean() if self.kind == "mean" else sizes.sum() / 8
+        found: Tensor = Scaled.apply(y) if self.kind == "scaled" else Injecting.apply(y, loss)
+        return found
+
+
+def injecting(kind: str) -> list[tuple[str, Any]]:
+    """Layers with an auxiliary loss of a "mean" or a "sum" over samples; or "scaled" gradients."""
+    return [
+        ("a", lambda: filled(Auxiliary(kind), 1)),
+        ("b", lambda: filled(nn.Linear(4, 1), 2)),
+    ]

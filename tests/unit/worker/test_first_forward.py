@@ -1,0 +1,73 @@
+"""The first forward of a training is checked once, and computes what others do."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.rpc.messages import MicrobatchMeta
+from rpcmp.worker.first_forward import FirstForward
+from rpcmp.worker.model import StageModel
+from tests.support.rounds import header
+from tests.zoo.surprises import Auxiliary, filled
+
+
+class Model:
+    """As much of a stage's model as a forward needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Tensor:
+        found: Tensor = self.module(*inputs)
+        return found
+
+    def named_parameters(self) -> Any:
+        return self.module.named_parameters()
+
+    def stateful(self) -> list[tuple[str, nn.Module]]:
+        return [("", self.module)]
+
+
+def first(kind: str, adds_up: bool = True) -> FirstForward:
+    model = cast(StageModel, Model(filled(Auxiliary(kind))))
+    return FirstForward(model, [True], adds_up)
+
+
+INPUT = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+
+
+def meta(count: int) -> MicrobatchMeta:
+    return MicrobatchMeta(header(1, count, step=1, num_samples=8 * count), 0, 8)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("scaled", 2), ("sum", 2), ("mean", 1)])
+def test_what_adds_up_passes(kind: str, count: int) -> None:
+    forward = first(kind)
+    outputs = forward.forward([INPUT], meta(count))
+    assert outputs.shape == (8, 4)
+    forward.check(meta(count))
+
+
+def test_what_does_not_is_refused_unless_it_is_meant() -> None:
+    forward = first("mean")
+    forward.forward([INPUT], meta(2))
+    with pytest.raises(ConfigError, match=r"Injecting \(surprises.py:\d+\) adds a gradient"):
+        forward.check(meta(2))
+    meant = first("mean", adds_up=False)
+    meant.forward([INPUT], meta(2))
+    meant.check(meta(2))
+
+
+def test_a_part_of_a_derivative_is_refused() -> None:
+    class Penalty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(x.sum(), x, create_graph=True)[0]
+
+    forward = FirstForward(cast(StageModel, Model(Penalty())), [True], adds_up=True)
+    with pytest.raises(ConfigError, match=r"asks torch.autograd.grad for the derivative"):
+        forward.forward([INPUT], meta(2))
