@@ -128,6 +128,19 @@ class ForwardState:
             ]
         return [_copied(place) for place in places]
 
+    def put_back(self, copies: Sequence[StateCopy]) -> None:
+        """Give everything the value that it had when it was copied, and remove what is new.
+
+        What is known to change is all that may be new, once that was learned.
+        """
+        for each in copies:
+            each.put_back()
+        if self._known is None:
+            before = {each.place.id for each in copies}
+            for place in self._all():
+                if place.id not in before:
+                    place.owner.pop(place.key, None)
+
     def learn(self, before: Sequence[StateCopy]) -> None:
         """Let later copies be of what has changed since these were made, in place or by another.
 
@@ -143,12 +156,6 @@ class ForwardState:
         for name, value in self._objects:
             places += _attributes(name, value)
         return places
-
-
-def put_back(copies: Iterable[StateCopy]) -> None:
-    """Give everything the value that it had when it was copied."""
-    for each in copies:
-        each.put_back()
 
 
 PROBED = 256

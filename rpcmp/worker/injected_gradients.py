@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, some_of
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState, put_back
+from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.objective import own_tape, rows
 
 MOST_APART = 0.3
@@ -60,7 +60,7 @@ def require_one_addition(
     except (RuntimeError, ValueError, TypeError, LookupError):
         return  # it cannot do with fewer samples, or be differentiated so
     finally:
-        put_back(before)
+        state.put_back(before)
     count = len(trained)
     summed = [a + b for a, b in zip(parts[0][:count], parts[1][:count], strict=True)]
     joined = [torch.cat(each) for each in zip(parts[0][count:], parts[1][count:], strict=True)]

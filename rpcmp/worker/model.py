@@ -43,7 +43,6 @@ from rpcmp.worker.forward_state import (
     ForwardState,
     ParameterWatch,
     StateCopy,
-    put_back,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
 
@@ -159,7 +158,7 @@ class StageModel:
         """Undo what an evaluation has changed, before anything reads or trains the stage."""
         if self._training is not False:
             return
-        put_back(self._before_evaluation)
+        self._state.put_back(self._before_evaluation)
         changed = "" if self._evaluation_watch is None else self._evaluation_watch.changed()
         self._before_evaluation, self._evaluation_watch = [], None
         self._switch(training=True)

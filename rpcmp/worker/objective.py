@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState, put_back
+from rpcmp.worker.forward_state import ForwardState
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 """How far two results may be apart, in parts of the largest of them; LOW_ROUNDING of others."""
@@ -97,7 +97,7 @@ class Objective:
         except Exception as error:  # it needs whole mini-batches, or outputs that are no leaves
             self._give_up(f"cannot be called with parts of a micro-batch ({one_line(error)})")
         finally:
-            put_back(before)
+            self._state.put_back(before)
 
     def _try(self, whole: Part) -> None:
         if whole.samples == 1:
@@ -114,11 +114,11 @@ class Objective:
         value = self._value(whole)
         if self._is_trained:
             self._require_constant(whole)
-        put_back(begun)
+        self._state.put_back(begun)
         if self._value(whole).item() != value.item() and not math.isnan(value.item()):
             self._give_up("differs from call to call")
             return
-        put_back(begun)
+        self._state.put_back(begun)
         self._compare(value, whole, parts)
 
     def _require_constant(self, whole: Part) -> None:

@@ -19,7 +19,7 @@ from rpcmp.pipelining.devices import CPU
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 from rpcmp.worker.copies import Arriving, Copies, tensors_in
-from rpcmp.worker.forward_state import ForwardState, StateCopy, put_back
+from rpcmp.worker.forward_state import ForwardState, StateCopy
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 
@@ -79,7 +79,7 @@ class Replay:
     def backward(self, gradients: Gradients) -> Differentiated:
         """Run the forward again, and then `LocalTape.backward`."""
         after = self._state.copy()
-        put_back(self._before)
+        self._state.put_back(self._before)
         try:
             tape = LocalTape(self._received, self._copies, self._arriving)
             self.free()
@@ -87,7 +87,7 @@ class Replay:
                 self._splitter.calibrate(tape.leave(self._compute(tape.inputs)))
             return tape.backward(gradients)
         finally:  # after the backward, to which batch normalization hands its buffers
-            put_back(after)
+            self._state.put_back(after)
 
     def free(self) -> None:
         self._received.clear()

@@ -237,7 +237,7 @@ class Holder:
         return loss
 
 
-CARRIED = ["attribute", "list", "buffer", "unstored buffer", "generator", "object"]
+CARRIED = ["attribute", "new", "list", "buffer", "unstored buffer", "generator", "object"]
 
 
 class Inside:
@@ -250,6 +250,7 @@ class Carrying(nn.Module):
 
     kept: Tensor
     aside: Tensor
+    first: Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -267,6 +268,10 @@ class Carrying(nn.Module):
         if self.kind == "attribute":
             y = y if self.before is None else y + self.before
             self.before = new
+        elif self.kind == "new":
+            if not hasattr(self, "first"):
+                self.first = new
+            y = y - self.first
         elif self.kind == "list":
             y = y + self.before[-1]
             self.before.append(new)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcmp.checkpoint.slots import CommonSnapshot, HeldSnapshots, Slots, mirrors, newest_common
+from rpcmp.checkpoint.slots import (
+    CommonSnapshot,
+    HeldSnapshots,
+    Slots,
+    mirrored_by,
+    mirrors,
+    newest_common,
+)
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.examples import examples
 from tests.support.graphs import workers
@@ -296,6 +303,18 @@ def test_no_guest_mirrors_a_guest_if_possible(guests: str, found: list[int | Non
     count = len(guests)
     is_guest = [each == "y" for each in guests]
     assert mirrors(list("abcd"[:count]), range(count), is_guest=is_guest) == found
+
+
+def test_the_copies_of_a_snapshot_are_at_those_that_mirror_it() -> None:
+    one, *_ = WORKERS
+    held = {
+        "a": HeldSnapshots([3, 4], {"c": [3, 4]}),
+        "b": HeldSnapshots([3, 4], {"a": [3]}, {1: HeldSnapshots([5], {"a": [5]})}),
+        "c": HeldSnapshots([3, 4], {"b": [3, 4]}),
+    }
+    assert mirrored_by(one, 3, 0, held) == ["b"]
+    assert mirrored_by(one, 4, 0, held) == []
+    assert mirrored_by(one, 5, 1, held) == ["b"]
 
 
 def test_a_replica_holds_the_snapshot_of_a_lost_one() -> None:

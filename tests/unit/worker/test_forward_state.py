@@ -22,7 +22,6 @@ from rpcmp.worker.forward_state import (
     ParameterWatch,
     StateCopy,
     StatePlace,
-    put_back,
 )
 from tests.zoo.surprises import CARRIED, Carrying
 
@@ -41,14 +40,14 @@ def test_what_was_put_back_goes_on_as_if_nothing_had_been_between(kind: str) -> 
     state = ForwardState([("layer.", module)])
     before = state.copy()
     first = called(module, 2)
-    put_back(before)
+    state.put_back(before)
     assert all(map(torch.equal, first, called(module, 2)))
     state.learn(before)
     names = {each.place.name for each in state.copy()}
     assert len(names) == 1
     known = state.copy()
     called(module, 3)
-    put_back(known)
+    state.put_back(known)
     called(other, 2)
     assert all(map(torch.equal, called(module, 2), called(other, 2)))
 
@@ -96,7 +95,7 @@ def test_values_of_many_kinds_are_put_back_and_kept(make: Any, change: Any) -> N
     change(module.value)
     assert [each.has_new_value for each in before] == [True]
     after = state.copy()
-    put_back(before)
+    state.put_back(before)
     assert not any(each.has_new_value for each in before)
     change(module.value)
     assert not any(each.has_new_value for each in after)
@@ -128,3 +127,13 @@ def test_a_parameter_that_was_changed_by_its_data_is_found() -> None:
     assert watch.changed() == ""
     module.bias.data.mul_(2)
     assert watch.changed() == "bias"
+
+
+def test_an_attribute_that_was_not_there_is_gone_again() -> None:
+    """A module that remembers whether it was called is as it was before it was."""
+    module = nn.Linear(2, 2)
+    state = ForwardState([("", module)])
+    before = state.copy()
+    module.calls = 1  # type: ignore[assignment]
+    state.put_back(before)
+    assert not hasattr(module, "calls")
