@@ -9,7 +9,7 @@ too few                        each part with itself: `rpcmp.driver.proof_in_par
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from rpcmp.pipelining import devices, pytree
 from rpcmp.pipelining.split_layers import build_module, build_skeleton
 from rpcmp.splitting.guards import holds
 from rpcmp.splitting.proof import prove
-from rpcmp.splitting.recording import PartCall, Recording
+from rpcmp.splitting.recording import PartCall, Recording, Shape, shape_of
 from rpcmp.splitting.split import InputPlan, Split
 from rpcmp.worker.model import AUTOCAST_DTYPES
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""
 
-MOST_OPERATIONS = 2e12
-"""Of a proof, some ten seconds to a minute of a processor."""
+MOST_OPERATIONS = 1e12
+"""Of one comparison of a proof, which has five: some ten seconds of a processor."""
 
 TOKENS = 24
 """Of a sequence, where all of them would take too many operations."""
@@ -49,7 +49,7 @@ def prove_cut(
         module: without values of its parameters.
         recording: of its export.
         samples: what it is called with, two of them or more, a few samples each.
-        seconds: that more than one comparison may take.
+        seconds: after which no part is compared that is like one before.
 
     Returns:
         None; of a module that is too large to be compared as a whole, the parts that could not be
@@ -61,14 +61,12 @@ def prove_cut(
     autocast = AUTOCAST_DTYPES.get(config.autocast or "")
     short = [first_tokens(each, split, TOKENS) for each in samples]
     for few in (samples, short):
-        sizes = [each.shape for each in pytree.tensors(few[0])]
-        if has_memory_for(module) and is_quick(module, sizes):
-            whole = with_values(config)
-            prove(whole, split, few, autocast, seconds, config.has_equal_parts)
+        if has_memory_for(module) and is_quick(module, map(shape_of, pytree.tensors(few[0]))):
+            prove(with_values(config), split, few, autocast, config.has_equal_parts)
             return None
 
     def fits(part: nn.Module, call: PartCall) -> bool:
-        return has_memory_for(part) and is_quick(part, [each.sizes for each in shapes(call)])
+        return has_memory_for(part) and is_quick(part, shapes(call))
 
     lengths = _length(samples[0]), _length(short[0])
     return prove_in_parts(module, recording, lengths, fits, autocast, seconds)
@@ -81,17 +79,19 @@ def has_memory_for(module: nn.Module) -> bool:
     return free is None or size * COPIES_IN_A_PROOF <= free
 
 
-def is_quick(module: nn.Module, sizes: Sequence[Sequence[int]]) -> bool:
+def is_quick(module: nn.Module, inputs: Iterable[Shape]) -> bool:
     """Whether a proof takes no more than MOST_OPERATIONS.
 
     Each parameter counts once per token, or per pixel: six times in training and as much more.
-
-    Args:
-        sizes: of the tensors that it is called with.
     """
     count = sum(each.numel() for each in module.parameters())
-    positions = max((math.prod(each[:-1] if len(each) > 2 else each) for each in sizes), default=1)
+    positions = max(map(_positions, inputs), default=1)
     return count <= 10**8 or 12.0 * count * positions <= MOST_OPERATIONS
+
+
+def _positions(shape: Shape) -> int:
+    has_features = shape.dtype.is_floating_point and len(shape.sizes) > 1
+    return math.prod(shape.sizes[:-1] if has_features else shape.sizes)
 
 
 def _length(inputs: Any) -> int:

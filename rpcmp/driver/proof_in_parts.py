@@ -28,8 +28,8 @@ from rpcmp.pipelining import pytree
 from rpcmp.splitting.exporting import BY_HAND
 from rpcmp.splitting.proof import Guard, prove, require_no_hooks
 from rpcmp.splitting.recording import FreeSize, PartCall, Recording, Shape
-from rpcmp.splitting.side_by_side import autocast_to
-from rpcmp.splitting.side_effects import SideEffects
+from rpcmp.splitting.side_by_side import CallError, autocast_to
+from rpcmp.splitting.side_effects import CHECKPOINT, OWN_FIELDS, SideEffects
 from rpcmp.splitting.split import Split, split_module
 
 log = logging.getLogger(__name__)
@@ -63,17 +63,22 @@ def prove_in_parts(
     name = type(module).__name__
     require_no_hooks(module, name)
     guard, end = Guard(name), time.monotonic() + seconds
+    nodes = recording.functions.get("", {})
     for forward in recording.forwards:
         guard.check(forward, 0)  # each is a first one: an export sets attributes back
+    guard.seen.has_checkpoints = CHECKPOINT in nodes.values()
     if guard.seen.has_checkpoints:
         raise ConfigError(f"{name} cannot be cut as it is{guard.causes()}\n{BY_HAND}")
     calls = {name: with_lengths(each, *lengths) for name, each in recording.calls.items()}
-    found = _ComparedParts(module, calls, fits, autocast, end)
-    for _, *alike in found.by_kind():
+    found = _ComparedParts(module, calls, recording.functions, fits, autocast)
+    for first, *alike in found.by_kind():
+        proven = {_settings(first[1])}
         for each in alike:
-            if time.monotonic() < end or found.lacks(guard.seen):
+            is_other = bool(recording.functions.get(each[0])) and _settings(each[1]) not in proven
+            if is_other or time.monotonic() < end:
                 found.prove(*each)
-    if lacking := found.lacks(guard.seen):
+                proven.add(_settings(each[1]))
+    if lacking := found.lacks(nodes):
         raise ConfigError(
             f"{name} calls an autograd.Function outside of the parts that can be compared on this "
             f"host, and its own backward is lost in a cut: {some_of(lacking)}; give it a module of "
@@ -81,7 +86,8 @@ def prove_in_parts(
         )
     changed = (name for name, kind in guard.seen.changed.items() if kind == "number")
     counters = [f"{name}, which a forward changes" for name in changed if not found.covers(name)]
-    return [*found.uncompared, *counters]
+    unseen = [f"what lies between the parts ({recording.unseen})"] if recording.unseen else []
+    return [*found.uncompared, *counters, *unseen]
 
 
 @dataclass
@@ -90,9 +96,9 @@ class _ComparedParts:
 
     module: nn.Module
     calls: dict[str, PartCall]
+    functions: dict[str, dict[Any, str]]
     fits: Fits
     autocast: torch.dtype | None
-    end: float
     seen: SideEffects = field(default_factory=SideEffects)
     uncompared: list[str] = field(default_factory=list)
     covered: list[str] = field(default_factory=list)
@@ -115,7 +121,7 @@ class _ComparedParts:
             inner = [
                 (f"{name}.{key}".lstrip("."), each)
                 for key, each in part.named_children()
-                if not _is_torchs(each)
+                if self._has_own_code(f"{name}.{key}".lstrip("."), each)
             ]
             if call is not None and not inner and (name or not any(part.children())):
                 self.uncompared.append(name or type(part).__name__)
@@ -133,8 +139,10 @@ class _ComparedParts:
             give_values(part, torch.Generator().manual_seed(0))
             if (split := self._split(alone, batches[0])) is None:
                 return False
-            left = max(0.0, self.end - time.monotonic())
-            self.seen.add(prove(alone, split, batches, self.autocast, left, False, words))
+            self.seen.add(prove(alone, split, batches, self.autocast, False, words))
+        except (CallError, RuntimeError, ValueError, TypeError) as error:
+            log.debug("%s cannot be compared: %s", words, one_line(error))
+            return False  # not with these inputs or gradients
         finally:
             for parameter, data in before.items():
                 parameter.data, parameter.grad = data, None
@@ -158,9 +166,18 @@ class _ComparedParts:
         """Whether an attribute or a global is one that a part changes which was compared."""
         return attribute.startswith(tuple(self.covered)) or attribute in self.seen.changed
 
-    def lacks(self, seen: SideEffects) -> list[str]:
-        """Return the Functions that a whole forward calls, and no part that was compared."""
-        return [each for each in seen.functions if each not in self.seen.functions]
+    def lacks(self, nodes: dict[Any, str]) -> list[str]:
+        """Return the Functions of a whole forward that are in no part that was compared."""
+        own = (self.functions.get(name.removesuffix("."), {}) for name in self.covered)
+        inside = set().union(*own)
+        return [*dict.fromkeys(name for node, name in nodes.items() if node not in inside)]
+
+    def _has_own_code(self, name: str, part: nn.Module) -> bool:
+        """Whether a part's code is not all torch's own."""
+        return bool(self.functions.get(name)) or any(
+            not type(each).__module__.startswith("torch.nn.") or "forward" in vars(each)
+            for each in part.modules()
+        )
 
 
 def give_values(module: nn.Module, generator: torch.Generator) -> None:
@@ -170,7 +187,8 @@ def give_values(module: nn.Module, generator: torch.Generator) -> None:
         if parameter.is_floating_point():
             # A scale may have to be positive.
             least, most = (0.1, 0.3) if parameter.dim() < 2 else (-0.1, 0.1)
-            parameter.data.uniform_(least, most, generator=generator)
+            drawn = torch.empty(parameter.shape).uniform_(least, most, generator=generator)
+            parameter.data.copy_(drawn)
 
 
 class _Alone(nn.Module):
@@ -253,11 +271,6 @@ def with_lengths(call: PartCall, before: int, now: int) -> PartCall:
     return PartCall(*pytree.map_leaves(resized, (call.args, call.kwargs)))
 
 
-def _is_torchs(part: nn.Module) -> bool:
-    """Whether all of a part's code is torch's own."""
-    return all(type(each).__module__.startswith("torch.nn.") for each in part.modules())
-
-
 def _kind(part: nn.Module, call: PartCall) -> Any:
     """Return what parts have in common that differ in their numbers only."""
     classes = tuple((name, type(each)) for name, each in part.named_modules())
@@ -266,3 +279,16 @@ def _kind(part: nn.Module, call: PartCall) -> Any:
         for name, each in itertools.chain(part.named_parameters(), part.named_buffers())
     )
     return classes, tensors, repr(call)
+
+
+def _settings(part: nn.Module) -> str:
+    """Return the plain attributes of a part, such as its number or a scale."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return repr(
+        [
+            (name, key, value)
+            for name, each in part.named_modules()
+            for key, value in sorted(vars(each).items())
+            if isinstance(value, plain) and key not in OWN_FIELDS
+        ]
+    )

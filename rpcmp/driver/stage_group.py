@@ -233,12 +233,21 @@ class StageGroup:
                 else [answer.targets for answer in answers]
             )
             for answer, target in zip(answers, targets, strict=True):
-                own.update(answer.outputs, target)
+                own.update(self._as_returned(answer.outputs), target)
         metas = started.header.microbatches(range(count))
         return mean(
             Evaluation(meta.num_samples, answer.loss, answer.metrics, answer.weight)
             for meta, answer in zip(metas, answers, strict=True)
         )
+
+    def _as_returned(self, outputs: Any) -> Any:
+        """Return outputs with the names that a module which was cut gives them in evaluation."""
+        if self._config.cut is None:
+            return outputs
+        from rpcmp.pipelining.split_layers import unpacked  # torch.export, for this alone
+        from rpcmp.splitting.exporting import as_returned
+
+        return as_returned(unpacked(self._config.cut).structures[1], outputs)
 
     def predict(self, inputs: Any, step: int) -> Any:
         """Return the last stage's outputs for `inputs`, joined again along the first dimension."""

@@ -387,7 +387,8 @@ class Checkpoints:
         holder, step = held.common.holders[worker.label], held.common.step
         others = [n for n in mirrored_by(worker, step, held.cut, holdings) if n in labels]
         addresses = [self._pool.place(each).address for each in (holder, *others)]
-        if not self._pool.is_guest(addresses[0]):
+        section = self._config.checkpoint
+        if not self._pool.is_guest(addresses[0]) or (section is not None and section.shared):
             addresses = addresses[:1]
         saved = [await self._save_at(address, worker, step, held.cut) for address in addresses]
         return next((each for each in saved if not each.error), saved[0])

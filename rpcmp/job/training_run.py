@@ -315,6 +315,8 @@ class TrainingRun:
         if self._loop is None or self._workload is None or self._loop.generation is None:
             return
         await self._loop.close()
+        if count_stop_requests(self.signals) > 1:
+            return
         self._leaving = asyncio.ensure_future(self._workload.checkpoints.leave())
         await asyncio.wait([self._leaving])
         if not self._leaving.cancelled():

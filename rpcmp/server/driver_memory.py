@@ -40,6 +40,7 @@ class DriverMemory:
         about: what it has recorded once, JSON; see rpcmp.job.takeover.
         states: its own state after each of the last steps, JSON.
         keep_seconds: how long to hold the job if it is lost.
+        heard_at: when it was heard last, by the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class DriverMemory:
         self.generation = 0
         self.keep_seconds = 0.0
         self.states: dict[int, str] = {}
-        self._heard_at = 0.0
+        self.heard_at = 0.0
         self._held_until = 0.0
 
     def end(self) -> None:
@@ -101,7 +102,7 @@ class DriverMemory:
             self._completed_until = 0.0
         self.job, self.job_id, self.generation = request.job, request.job_id, request.generation
         self._driver_id, self.keep_seconds = request.driver_id, request.keep_s
-        self._heard_at, self._held_until = time.monotonic(), 0.0
+        self.heard_at, self._held_until = time.monotonic(), 0.0
 
     def is_of(self, driver_id: str) -> bool:
         return driver_id == self._driver_id
@@ -111,7 +112,7 @@ class DriverMemory:
 
         Nothing is held of a run that has ended, if the driver is gone before it says Stop.
         """
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         self.about = request.about or self.about
         if request.has_ended:
             self._ended.append(self.job_id)
@@ -142,7 +143,7 @@ class DriverMemory:
 
     @property
     def is_silent(self) -> bool:
-        return time.monotonic() - self._heard_at >= SILENT_SECONDS
+        return time.monotonic() - self.heard_at >= SILENT_SECONDS
 
     def recall(self, is_claimed: bool) -> pb.RecallResponse:
         return pb.RecallResponse(

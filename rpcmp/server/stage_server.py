@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -56,6 +57,9 @@ VITALS_SECONDS = 1.0
 
 DRAIN_SECONDS = 30.0
 """Time limit for a job to end after its current step when the server drains."""
+
+DRAIN_LOOK_SECONDS = 1.0
+"""Between two looks at whether the driver was heard meanwhile."""
 
 NAME_CHARACTERS = 100
 """Of a job's name in the server's log; a driver may choose it freely."""
@@ -140,12 +144,14 @@ class StageServer:
         A server that leaves a job waits until the job needs it no longer: as long at most, counted
         from when its driver was last heard, since a step may take longer.
         """
-        is_over = self._forgotten if self.leaves else self._idle
-        while not is_over.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(is_over.wait(), seconds)
-            if not self.leaves or not seconds or self.driver.is_silent:
+        since = time.monotonic()
+        while not (is_over := self._forgotten if self.leaves else self._idle).is_set():
+            if self.leaves and seconds:
+                since = max(since, self.driver.heard_at)
+            if (left := since + seconds - time.monotonic()) <= 0:
                 break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), min(left, DRAIN_LOOK_SECONDS))
         await self.release(self.claim)
         await asyncio.to_thread(self._job_folder.clear)
         await self._endpoints.close()

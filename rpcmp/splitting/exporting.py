@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -208,19 +209,33 @@ def restore(structure: Structure, values: Sequence[Any]) -> Any:
         case {"list": parts}:
             return [restore(each, values) for each in parts]
         case {"dict": pairs} | {"fields": pairs}:
-            return {key: restore(each, values) for key, each in pairs}
+            return {key: restore(each, values) for key, each in pairs if each != ABSENT}
         case {"named": pairs}:
             return tuple(restore(each, values) for _, each in pairs)
     raise ConfigError(f"{structure!r} is nothing that a module returns")
 
 
+ABSENT: Structure = {"is": "absent"}
+"""Of a field that a module's output class has, and that is None in this mode: it is no item."""
+
+
 class Fields(dict[Any, Any]):
-    """A dict whose values are its attributes as well, like the outputs of transformers."""
+    """What transformers return: a dict whose items are attributes, and have positions, as well."""
+
+    def __init__(self, items: Iterable[tuple[str, Any]], absent: Iterable[str]) -> None:
+        super().__init__(items)
+        vars(self).update(dict.fromkeys(absent))
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
         raise AttributeError(f"there is no {name!r} in {', '.join(map(str, self))}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
 
 
 def as_returned(structure: Structure, value: Any) -> Any:
@@ -237,10 +252,12 @@ def as_returned(structure: Structure, value: Any) -> Any:
         case {"dict": pairs}:
             return {key: as_returned(each, value[key]) for key, each in pairs}
         case {"fields": pairs}:
-            return Fields((key, as_returned(each, value[key])) for key, each in pairs)
+            there = [(key, as_returned(each, value[key])) for key, each in pairs if each != ABSENT]
+            return Fields(there, (key for key, each in pairs if each == ABSENT))
         case {"named": pairs}:
             parts = [as_returned(*pair) for pair in zip((s for _, s in pairs), value, strict=True)]
-            return collections.namedtuple("Outputs", [name for name, _ in pairs])(*parts)
+            names = [name for name, _ in pairs]
+            return collections.namedtuple("Outputs", names, rename=True)(*parts)
     return value
 
 
@@ -310,7 +327,10 @@ def _structure(value: Any, found: list[Any]) -> Structure:
         case Mapping():  # also transformers' outputs
             pairs = [pair for pair in value.items() if isinstance(pair[1], KEPT)]
             kind = "fields" if pairs and _are_attributes(value, pairs) else "dict"
-            return {kind: [[_key(key), _structure(each, found)] for key, each in pairs]}
+            parts = [[_key(key), _structure(each, found)] for key, each in pairs]
+            if kind == "fields":
+                parts += [[key, ABSENT] for key in _fields_of(value) if key not in value]
+            return {kind: parts}
         case list():
             return {"list": [_structure(each, found) for each in value]}
         case tuple() if hasattr(value, "_fields"):
@@ -329,6 +349,13 @@ KEPT = (Tensor, torch.SymInt, numpy.generic, complex, *PLAIN, Mapping, tuple, li
 
 def _are_attributes(value: Any, pairs: Sequence[tuple[Any, Any]]) -> bool:
     return all(isinstance(key, str) and getattr(value, key, None) is each for key, each in pairs)
+
+
+def _fields_of(value: Any) -> list[str]:
+    if isinstance(value, Fields):
+        return [*vars(value)]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return [field.name for field in fields if getattr(value, field.name, 0) is None]
 
 
 def _key(key: Any) -> Any:

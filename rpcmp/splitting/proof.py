@@ -15,7 +15,6 @@ be added in another order, which is why rounding is let pass.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from rpcmp.errors import ConfigError, some_of
 from rpcmp.splitting import sample_proof
 from rpcmp.splitting.exporting import BY_HAND
 from rpcmp.splitting.side_by_side import SideBySide, backward, drawn
-from rpcmp.splitting.side_effects import SideEffects, backward_hooks, observed
+from rpcmp.splitting.side_effects import SideEffects, backward_hooks, functions_of, observed
 from rpcmp.splitting.split import Split
 
 SCALES = (1.0, 1000.0, 0.0)
@@ -38,7 +37,6 @@ def prove(
     split: Split,
     batches: Sequence[Any],
     autocast: torch.dtype | None = None,
-    seconds: float = 60.0,
     in_microbatches: bool = True,
     name: str = "",
 ) -> SideEffects:
@@ -47,7 +45,6 @@ def prove(
     Args:
         module: with values of its parameters; its buffers and attributes change.
         batches: what it is called with, two of them or more, a few samples each.
-        seconds: after which no further comparison begins; there is always one.
         in_microbatches: whether a mini-batch has several, and they ought to be as good as one.
         name: of the module, in messages; its class when omitted.
 
@@ -59,15 +56,14 @@ def prove(
     """
     with _as_exported():
         pair = SideBySide(module, split, autocast, name or type(module).__name__)
-        proof, end = _Proof(pair), time.monotonic() + seconds
+        proof = _Proof(pair)
         require_no_hooks(module, pair.name)
         for training in (True, False):
             for turn, scale in enumerate(SCALES if training else SCALES[:2]):
-                is_first = training and not turn
                 # Only what is no derivative may give gradients of none.
-                if is_first or (time.monotonic() < end and (scale or proof.has_own_gradients)):
+                if scale or proof.has_own_gradients:
                     proof.compare(batches[turn % len(batches)], training, turn, scale)
-        if in_microbatches and time.monotonic() < end:
+        if in_microbatches:
             sample_proof.require_independent(pair, batches)
         return proof.guard.seen
 
@@ -104,11 +100,12 @@ class _Proof:
         pair.set_mode(training)
         before = pair.values()
         with observed(pair.module) as seen:
-            expected = self._results(pair.call_module, batch, scale, turn)
+            expected = self._results(pair.call_module, batch, scale, turn, seen)
         self.guard.check(seen, turn)
         expected |= pair.new_values()
         pair.give(before)
-        found = self._results(pair.call_layers, batch, scale, turn) | pair.new_values()
+        found = self._results(pair.call_layers, batch, scale, turn, SideEffects())
+        found |= pair.new_values()
         if difference := pair.first_difference(found, expected):
             mode = "training" if training else "evaluation"
             raise pair.error(
@@ -117,9 +114,13 @@ class _Proof:
             )
 
     def _results(
-        self, call: Callable[[Any], Any], batch: Any, scale: float, turn: int
+        self, call: Callable[[Any], Any], batch: Any, scale: float, turn: int, seen: SideEffects
     ) -> dict[str, Any]:
-        """Return what a call gives, by what it is: outputs, gradients of all parameters."""
+        """Return what a call gives, by what it is: outputs, gradients of all parameters.
+
+        Args:
+            seen: gets the Functions that were called.
+        """
         training = self._pair.module.training
         structure, outputs = self._pair.called(call, batch, training, turn)
         results: dict[str, Any] = {"the form of what it returns": structure}
@@ -127,6 +128,7 @@ class _Proof:
             results[f"output {number}"] = each.detach() if isinstance(each, Tensor) else each
             if isinstance(each, Tensor):
                 results[f"whether output {number} needs a gradient"] = each.requires_grad
+        seen.add(functions_of(outputs))
         if training:
             backward(outputs, drawn(outputs, scale))
         return results | dict(self._pair.gradients())

@@ -7,14 +7,15 @@ neither time nor memory, however large the module is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rpcmp.splitting.side_effects import SideEffects, observed
+from rpcmp.errors import one_line
+from rpcmp.splitting.side_effects import SideEffects, function_nodes, observed
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,15 @@ class Recording:
 
     Attributes:
         calls: the first call of each part, by its name; the module's own is "".
+        functions: the nodes of the user's Functions in these calls, each with a name and a place.
         forwards: what each forward of the module did besides computing, in order.
+        unseen: why that could not be noted of some forward; empty if it could.
     """
 
     calls: dict[str, PartCall] = field(default_factory=dict)
+    functions: dict[str, dict[Any, str]] = field(default_factory=dict)
     forwards: list[SideEffects] = field(default_factory=list)
+    unseen: str = ""
 
 
 @contextlib.contextmanager
@@ -64,33 +69,58 @@ def recorded(module: nn.Module) -> Iterator[Recording]:
     recording, whole = Recording(), contextlib.ExitStack()
 
     def begin(*_: object) -> None:
-        recording.forwards.append(whole.enter_context(observed(module)))
+        try:
+            recording.forwards.append(whole.enter_context(observed(module)))
+        except Exception as error:  # of a state that cannot be read within an export
+            recording.unseen = one_line(error)
 
     def end(*_: object) -> None:
-        whole.close()
+        try:
+            whole.close()
+        except Exception as error:
+            recording.unseen = one_line(error)
 
     with contextlib.ExitStack() as hooks:
         hooks.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
         hooks.callback(module.register_forward_hook(end, always_call=True).remove)
         for name, part in module.named_modules():
-            note = _Note(recording.calls, name)
-            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True).remove)
+            note = _Note(recording, name)
+            hooks.callback(part.register_forward_pre_hook(note.begin, with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(note.end, with_kwargs=True).remove)
         try:
             yield recording
         finally:
-            whole.close()
+            end()
 
 
 @dataclass
 class _Note:
-    """A hook that notes the first call of a part."""
+    """Hooks that note the first call of a part."""
 
-    calls: dict[str, PartCall]
+    recording: Recording
     name: str
+    entered: list[Any] = field(default_factory=list)
 
-    def __call__(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.name not in self.calls:
-            self.calls[self.name] = PartCall(tuple(map(shape_of, args)), shape_of(kwargs))
+    def begin(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.name not in self.recording.calls:
+            self.recording.calls[self.name] = PartCall(tuple(map(shape_of, args)), shape_of(kwargs))
+            self.entered = [each.grad_fn for each in _tensors((args, kwargs))]
+
+    def end(
+        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        if self.name not in self.recording.functions:
+            nodes = function_nodes([*_tensors(outputs)], self.entered)
+            self.recording.functions[self.name] = nodes
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
 
 
 ANY_SIZE = 4

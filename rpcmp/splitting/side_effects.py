@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ import numpy.random
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 TORCH = Path(torch.__file__).parent
 OWN_FIELDS = frozenset(vars(nn.Module()))
@@ -66,7 +67,8 @@ class SideEffects:
 def observed(module: nn.Module) -> Iterator[SideEffects]:
     """Note what the forward of a module does besides computing, in this block."""
     before = _state(module)
-    with noted_functions() as seen, _noted_hooks(seen):
+    seen = SideEffects()
+    with _noted_hooks(seen):
         yield seen
     after = _state(module)
     for name, (kind, value) in after.items():
@@ -74,40 +76,59 @@ def observed(module: nn.Module) -> Iterator[SideEffects]:
             seen.changed[name] = kind
 
 
-_noting: dict[int, SideEffects] = {}
-"""What is noted of the Functions that a thread calls, by the thread."""
-
-_changing = threading.Lock()
-_apply = vars(Function)["apply"]
-
-
-@contextlib.contextmanager
-def noted_functions() -> Iterator[SideEffects]:
-    """Note which autograd.Functions of the user's this thread calls in this block."""
-    thread, seen = threading.get_ident(), SideEffects()
-    with _changing:
-        outer = _noting.get(thread)
-        _noting[thread] = seen
-        setattr(Function, "apply", classmethod(_noted_apply))  # noqa: B010
-    try:
-        yield seen
-    finally:
-        with _changing:
-            del _noting[thread]
-            if outer is not None:
-                outer.add(seen)
-                _noting[thread] = outer
-            if not _noting:
-                setattr(Function, "apply", _apply)  # noqa: B010
+def functions_of(outputs: Sequence[Any]) -> SideEffects:
+    """Return which autograd.Functions of the user's are in the graph of these outputs."""
+    nodes = function_nodes(outputs)
+    names = [*dict.fromkeys(nodes.values())]
+    return SideEffects(
+        functions=[name for name in names if name != CHECKPOINT],
+        has_checkpoints=CHECKPOINT in names,
+    )
 
 
-def _noted_apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if (seen := _noting.get(threading.get_ident())) is not None:
-        if kind.__name__ == CHECKPOINT and kind.__module__ == "torch.utils.checkpoint":
-            seen.has_checkpoints = True
-        elif kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
-            seen.add(SideEffects(functions=[f"{kind.__qualname__} ({_place_of(kind)})"]))
-    return _apply.__get__(None, kind)(*args, **kwargs)
+def function_nodes(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> dict[Any, str]:
+    """Return the nodes of the user's Functions in a graph, each with a name and a place.
+
+    They are looked for in the graph: `Function.apply` may have another name in the user's code.
+
+    Args:
+        entered: nodes at which the graph that is of interest begins.
+    """
+    found: dict[Any, str] = {}
+    seen, kinds = set(entered), _kinds()
+    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if isinstance(node, BackwardCFunction) and (name := _name_of(node, kinds)):
+            found[node] = name
+    return found
+
+
+def _name_of(node: BackwardCFunction, kinds: Mapping[str, Sequence[type[Function]]]) -> str:
+    """Return the name and the place of a node's Function; empty if it is none of the user's."""
+    name = type(node).__name__.removesuffix("Backward")
+    if name == CHECKPOINT:
+        return CHECKPOINT
+    for kind in kinds.get(name, ()):
+        if kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
+            return f"{kind.__qualname__} ({_place_of(kind)})"
+    # Of `torch.library.custom_op`.
+    return name if name.startswith("GeneratedBackwardFor_") else ""
+
+
+def _kinds() -> dict[str, list[type[Function]]]:
+    """Return all Functions that there are, by their names."""
+    found: dict[str, list[type[Function]]] = {}
+    waiting = Function.__subclasses__()
+    while waiting:
+        kind = waiting.pop()
+        found.setdefault(kind.__name__, []).append(kind)
+        waiting += kind.__subclasses__()
+    return found
 
 
 def backward_hooks(module: nn.Module) -> list[str]:
@@ -151,7 +172,8 @@ def _own_line() -> str:
 
 
 def _place_of(kind: type[Function]) -> str:
-    code = getattr(kind.forward, "__code__", None)  # `inspect` parses files, one thread at a time
+    # Not by `inspect.getsource`: it parses the file, which two threads cannot do at once.
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return (
         kind.__module__ if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
     )
@@ -202,7 +224,7 @@ def _value(value: Any, depth: int) -> tuple[str, Any]:
         case numpy.random.RandomState():
             return "generator", str(value.get_state(legacy=False))
         case torch.Generator():
-            return "tensor", bytes(value.get_state().numpy())
+            return "tensor", _state_of(value)
         case ModuleType():
             return "number", None
         case _ if callable(value):  # code, or a module: one of its own, or another's
@@ -216,6 +238,14 @@ def _value(value: Any, depth: int) -> tuple[str, Any]:
         case _ if hasattr(value, "__dict__"):
             return _several(list(vars(value).items())[:MAX_ITEMS], depth)
     return "number", None
+
+
+def _state_of(generator: torch.Generator) -> bytes | None:
+    """Return a generator's state; None within an export, where tensors have no numbers."""
+    try:
+        return bytes(generator.get_state().numpy())
+    except RuntimeError:
+        return None
 
 
 def _several(values: list[Any], depth: int) -> tuple[str, Any]:

@@ -192,9 +192,8 @@ class Execution:
             with weights.watch():
                 outputs = compute(local.inputs)
             self._splitter.calibrate(local.leave(outputs))
-        if self._first is not None:
-            first, self._first = self._first, None
-            first.check(meta)
+        if self._first is not None and self._first.check(meta):
+            self._first = None
         return self._computed(SavedForward(meta, tape, weights), outputs, inputs, sharing)
 
     def _compute(self, meta: MicrobatchMeta, received: Received, inputs: list[Any]) -> Any:

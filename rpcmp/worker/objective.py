@@ -105,7 +105,7 @@ class Objective:
             if last is None:
                 return
             parts = [last, whole]
-            outputs, targets = map(_joined, last[:2], whole[:2])
+            outputs, targets = map(joined, last[:2], whole[:2])
             whole = Part(outputs, targets, 2)
         else:
             first = max(1, whole.samples // 3)  # unequal parts: equal ones may be equal by chance
@@ -242,11 +242,14 @@ def rows(tree: Any, start: int, end: int, samples: int, tokens: int) -> Any:
     return pytree.map_tensors(cut, tree)
 
 
-def _joined(one: Any, other: Any) -> Any:
+def joined(one: Any, other: Any) -> Any:
+    """Return the rows of both; what both have in common stays as it is."""
     following = iter(pytree.leaves(other))
 
     def join(leaf: Any) -> Any:
         beside = next(following)
-        return torch.cat([leaf, beside]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        if beside is leaf or not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        return torch.cat([leaf, beside])
 
     return pytree.map_leaves(join, one)

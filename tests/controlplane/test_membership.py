@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.job import membership
+from rpcmp.job import membership, takeover
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
@@ -21,6 +21,7 @@ from rpcmp.observability.events import (
     WarningEvent,
 )
 from rpcmp.server.driver_memory import DriverMemory
+from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane import cluster as controlplane
 from tests.support.controlplane.cluster import Call, Cluster, Committed, Server, in_event_loop
 
@@ -152,18 +153,20 @@ async def test_a_host_that_leaves_waits_while_the_driver_is_heard(
     tmp_path: Path, undisturbed: Committed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that takes longer than any limit ends before it goes."""
-    asked: list[bool] = []
+    heard: list[DriverMemory] = []
+    record = DriverMemory.record
 
-    def is_silent(memory: DriverMemory) -> bool:
-        asked.append(True)
-        return False
+    def noted(memory: DriverMemory, request: pb.RecordRequest) -> None:
+        heard.append(memory)
+        record(memory, request)
 
-    monkeypatch.setattr(DriverMemory, "is_silent", property(is_silent))
-    monkeypatch.setattr(controlplane, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(DriverMemory, "record", noted)
+    monkeypatch.setattr(takeover, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(controlplane, "DRAIN_SECONDS", 1.0)
     async with Cluster(tmp_path) as cluster:
         leaving = cluster.servers[1]
         cluster.at(8, leaves(leaving))
-        cluster.hold(9, lambda: len(asked) > 3)
+        cluster.hold(9, lambda: len(heard) > 300)  # of two servers, each in 0.01 s
         run = await cluster.drive(cluster.config(AUTO, steps=40, balance=[3, 3]))
         await leaving.ending
     assert run.committed == undisturbed

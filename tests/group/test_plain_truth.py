@@ -75,6 +75,7 @@ def test_a_module_is_trained_as_it_is(job: JobFolder, kind: str) -> None:
         ("list", "by_form"),
         ("record", "by_attributes"),
         ("named tuple", "by_attributes"),
+        ("model output", "by_positions"),
     ],
 )
 def test_a_loss_reads_numbers_texts_lists_and_names_of_what_a_module_returns(

@@ -352,8 +352,25 @@ def test_a_module_shows_its_hooks_and_its_buffers_and_a_tensor_its_version() -> 
     with torch.no_grad():
         module.weight.mul_(2)
     assert module.weight._version > before
-    apply = vars(torch.autograd.Function)["apply"]  # written in Python or, since 2.14, in C
-    assert apply.__get__(None, torch.autograd.Function).__self__ is torch.autograd.Function
+
+
+def test_the_graph_has_a_function_by_its_name_however_it_was_called() -> None:
+    """rpcmp.splitting.side_effects looks for those of the user's."""
+
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    apply = Doubling.apply
+    node = apply(torch.ones(1, requires_grad=True)).grad_fn
+    assert isinstance(node, torch.autograd.function.BackwardCFunction)
+    assert type(node).__name__ == "DoublingBackward"
+    assert Doubling in torch.autograd.Function.__subclasses__()
 
 
 def test_hooks_on_saved_tensors_can_be_seen() -> None:

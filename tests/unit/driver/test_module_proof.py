@@ -10,7 +10,7 @@ from rpcmp.config.loader import parse_config
 from rpcmp.driver import module_proof
 from rpcmp.driver.module_proof import first_tokens, is_quick, prove_cut
 from rpcmp.errors import ConfigError
-from rpcmp.splitting.recording import recorded
+from rpcmp.splitting.recording import Shape, recorded
 from rpcmp.splitting.split import split_module
 from tests.zoo import surprises
 
@@ -62,12 +62,18 @@ def test_what_a_cut_is_not_for_is_not_shortened() -> None:
     assert first_tokens(images, split_module(nn.Linear(100, 1), images), 24) is images
 
 
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> Shape:
+    return Shape(dtype, sizes, (True,) * len(sizes))
+
+
 def test_a_proof_is_long_for_many_parameters_or_many_tokens() -> None:
     with torch.device("meta"):
         small, large = nn.Linear(1000, 1000), nn.Linear(20_000, 20_000)
-    assert is_quick(small, [(8, 100_000, 1000)])
-    assert is_quick(large, [(3, 24, 20_000)])
-    assert not is_quick(large, [(3, 2048, 20_000)])
+    assert is_quick(small, [shape(8, 100_000, 1000)])
+    assert is_quick(large, [shape(3, 24, 20_000)])
+    assert is_quick(large, [shape(72, 20_000)])
+    assert not is_quick(large, [shape(3, 2048, 20_000)])
+    assert not is_quick(large, [shape(3, 2048, dtype=torch.long)])
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

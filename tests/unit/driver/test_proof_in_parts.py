@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from rpcmp.driver.proof_in_parts import prove_in_parts
 from rpcmp.errors import ConfigError
@@ -17,17 +18,22 @@ from tests.zoo import surprises
 from tests.zoo.surprises import Clipped, Scaled
 
 
-def proven(module: nn.Module, *inputs: Tensor, fits: Callable[[nn.Module], bool]) -> list[str]:
+def proven(
+    module: nn.Module,
+    *inputs: Tensor,
+    fits: Callable[[nn.Module], bool],
+    seconds: float = 20.0,
+) -> list[str]:
     with recorded(module) as recording:
         split_module(module, inputs)
 
     def fitting(part: nn.Module, call: PartCall) -> bool:
         return part is not module and fits(part)
 
-    return prove_in_parts(module, recording, (7, 5), fitting, None, 20.0)
+    return prove_in_parts(module, recording, (7, 5), fitting, None, seconds)
 
 
-def of_surprises(kind: str, seconds: float = 20.0) -> list[str]:
+def of_surprises(kind: str) -> list[str]:
     x = torch.ones(3, 4, dtype=torch.float64)
     return proven(surprises.Net(kind), x, fits=lambda part: True)
 
@@ -166,3 +172,105 @@ def test_weights_are_only_there_while_a_part_is_compared() -> None:
     proven(module, TOKENS, fits=lambda part: True)
     assert before == {name: each.data_ptr() for name, each in module.named_parameters()}
     assert all(each.grad is None for each in module.parameters())
+
+
+clip = Clipped.apply
+
+
+class Aliasing(Large):
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = clip(super().forward(tokens))
+        return found
+
+
+class ByScale(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+class Scaling(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = ByScale.apply(self.inner(x), self.scale)
+        return found
+
+
+class Several(nn.Module):
+    def __init__(self, *scales: float, between: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Scaling, scales))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = ByScale.apply(x, self.between) if self.between else x
+        return found
+
+
+def test_a_function_by_another_name_is_found() -> None:
+    with pytest.raises(ConfigError, match=r"Function outside of the parts .* Clipped .* a module"):
+        proven(Aliasing(), TOKENS, fits=lambda part: True)
+
+
+def test_parts_with_functions_and_other_settings_are_all_compared() -> None:
+    x = torch.ones(3, 4)
+    assert proven(Several(1.0, 1.0), x, fits=lambda part: True, seconds=0.0) == []
+    with pytest.raises(ConfigError, match=r"'layers.2' \(Scaling\) .* ByScale"):
+        proven(Several(1.0, 1.0, 0.1), x, fits=lambda part: True, seconds=0.0)
+    with pytest.raises(ConfigError, match="Function outside of the parts"):
+        proven(Several(1.0, 1.0, between=0.1), x, fits=lambda part: True)
+
+
+GLOBAL = torch.Generator().manual_seed(0)
+
+
+class Splitting(Large):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator()
+        self.head = nn.TransformerEncoderLayer(4, 1, 4, activation=Scaled.apply)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(super().forward(tokens))
+        return found
+
+
+def test_generators_do_not_end_an_export_and_functions_in_torchs_parts_count() -> None:
+    module = Splitting()
+    with recorded(module) as recording:
+        split_module(module, TOKENS)
+    assert recording.unseen == ""
+    with pytest.raises(ConfigError, match=r"'head' \(TransformerEncoderLayer\) .* Scaled"):
+        proven(module, TOKENS, fits=lambda part: True)
+
+
+class Demanding(Large):
+    """Parts whose Functions cannot do with gradients that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(Refusing)
+
+
+class Refusing(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("not such a gradient")
+
+
+def test_a_part_that_fails_by_itself_is_told_not_raised() -> None:
+    with pytest.raises(ConfigError, match="Function outside of the parts that can be compared"):
+        proven(Demanding(), TOKENS, fits=lambda part: True)

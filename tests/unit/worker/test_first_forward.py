@@ -13,7 +13,7 @@ from rpcmp.rpc.messages import MicrobatchMeta
 from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.model import StageModel
 from tests.support.rounds import header
-from tests.zoo.surprises import Auxiliary, filled
+from tests.zoo.surprises import Auxiliary, Injecting, filled
 
 
 class Model:
@@ -50,7 +50,7 @@ def test_what_adds_up_passes(kind: str, count: int) -> None:
     forward = first(kind)
     outputs = forward.forward([INPUT], meta(count))
     assert outputs.shape == (8, 4)
-    forward.check(meta(count))
+    assert forward.check(meta(count))
 
 
 def test_what_does_not_is_refused_unless_it_is_meant() -> None:
@@ -71,3 +71,29 @@ def test_a_part_of_a_derivative_is_refused() -> None:
     forward = FirstForward(cast(StageModel, Model(Penalty())), [True], adds_up=True)
     with pytest.raises(ConfigError, match=r"asks torch.autograd.grad for the derivative"):
         forward.forward([INPUT], meta(2))
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_of_single_samples_two_are_compared(kind: str) -> None:
+    forward, one = first(kind), MicrobatchMeta(header(1, 8, step=1, num_samples=8), 0, 1)
+    forward.forward([INPUT[:1]], one)
+    assert not forward.check(one)
+    forward.forward([INPUT[1:2]], one)
+    if kind == "sum":
+        assert forward.check(one)
+    else:
+        with pytest.raises(ConfigError, match="adds a gradient"):
+            forward.check(one)
+
+
+def test_a_function_is_found_by_whatever_name_it_is_called() -> None:
+    class Aliased(nn.Module):
+        inject = staticmethod(Injecting.apply)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inject(x, x.mean())
+
+    forward = FirstForward(cast(StageModel, Model(Aliased())), [False], adds_up=True)
+    forward.forward([INPUT], meta(2))
+    with pytest.raises(ConfigError, match=r"Injecting \(surprises.py:\d+\) adds a gradient"):
+        forward.check(meta(2))
