@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from rpcmp.pipelining import pytree
 from rpcmp.splitting.exporting import BY_HAND
 from rpcmp.splitting.proof import Guard, prove, require_no_hooks
 from rpcmp.splitting.recording import FreeSize, PartCall, Recording, Shape
-from rpcmp.splitting.side_by_side import CallError, autocast_to
+from rpcmp.splitting.side_by_side import autocast_to
 from rpcmp.splitting.side_effects import CHECKPOINT, OWN_FIELDS, SideEffects
 from rpcmp.splitting.split import Split, split_module
 
@@ -137,10 +137,10 @@ class _ComparedParts:
         words = f"{type(self.module).__name__}: {name!r} ({type(part).__name__})"
         try:
             give_values(part, torch.Generator().manual_seed(0))
-            if (split := self._split(alone, batches[0])) is None:
+            if (split := self._split(alone, batches)) is None:
                 return False
             self.seen.add(prove(alone, split, batches, self.autocast, False, words))
-        except (CallError, RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             log.debug("%s cannot be compared: %s", words, one_line(error))
             return False  # not with these inputs or gradients
         finally:
@@ -148,12 +148,14 @@ class _ComparedParts:
                 parameter.data, parameter.grad = data, None
         return True
 
-    def _split(self, alone: _Alone, batch: tuple[Tensor, ...]) -> Split | None:
+    def _split(self, alone: _Alone, batches: Sequence[tuple[Tensor, ...]]) -> Split | None:
         """Return a part's own cut; None if it cannot be cut alone: it may need a cache, say."""
         try:
-            with torch.no_grad(), autocast_to(self.autocast):
-                alone(*batch)
-            return split_module(alone, batch, autocast=self.autocast)
+            for batch, training in itertools.product(batches, (False, True)):
+                alone.train(training)
+                with torch.no_grad(), autocast_to(self.autocast):
+                    alone(*batch)
+            return split_module(alone, batches[0], autocast=self.autocast)
         except Exception as error:  # of the user's code, or of an export
             log.debug("%s cannot be called alone: %s", type(alone.part).__name__, one_line(error))
             return None

@@ -20,10 +20,6 @@ from rpcmp.splitting.split import Split
 from rpcmp.splitting.weights import tensors_of
 
 
-class CallError(ConfigError):
-    """The module itself fails on what it is called with."""
-
-
 class SideBySide:
     """Calls a module and its layers in turn.
 
@@ -76,8 +72,7 @@ class SideBySide:
         except ConfigError:
             raise
         except Exception as error:
-            kind = CallError if call == self.call_module else ConfigError
-            raise kind(f"{self.name} fails on the first samples: {one_line(error)}") from error
+            raise self.error(f"fails on the first samples: {one_line(error)}") from error
 
     def call_module(self, batch: Any) -> Any:
         if isinstance(batch, dict):

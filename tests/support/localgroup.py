@@ -55,6 +55,7 @@ from rpcmp.rpc.messages import DatasetInfo
 from rpcmp.tools.reference_model import UnsplitModel
 from rpcmp.tools.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
+from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
@@ -272,6 +273,7 @@ def local_group(
         for owner, name in (
             (Execution, "_compute"),
             (Execution, "_infer"),
+            (FirstForward, "check"),
             (StageOptimizer, "_step"),
             (Samples, "__getitem__"),
             (OwnSampler, "indices"),
