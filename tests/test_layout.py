@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.support.places import PACKAGE, TESTS
 
-MOST = 76
+MOST = 75
 """Modules without a test of their own; to be lowered with their number, and never raised."""
 
 ELSEWHERE = {
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "controlplane/test_port.py": "server/services",
     "group/test_bits.py": "driver/stage_group",
     "group/test_plain_truth.py": """
-        driver/sample_check splitting/proof splitting/side_effects worker/inner_gradients
+        splitting/proof splitting/side_effects worker/inner_gradients
         worker/objective
     """,
     "group/test_precision.py": "driver/distributed_optimizer",

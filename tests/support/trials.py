@@ -87,7 +87,7 @@ def expected_of(job: str, folder: Path) -> Committed:
 
 def run_trial(trial: Trial, place: Place, expected: Committed, folder: Path) -> Outcome:
     """Run a trial in a new folder, and check its end; raises TrialError."""
-    began, before = time.monotonic(), leftovers()
+    began, before = time.monotonic(), leftovers(any_process=True)
     attempts = Attempts(trial, place, write(trial.job, folder, trial.saves))
     try:
         results = attempts.run()
@@ -260,12 +260,18 @@ def check_taken_over(results: Sequence[Result]) -> None:
             )
 
 
-def leftovers() -> set[str]:
-    """Return temporary files, and memory that is named after processes that have ended."""
+def leftovers(any_process: bool = False) -> set[str]:
+    """Return temporary files, and memory that is named after processes that have ended.
+
+    Args:
+        any_process: also after others: a number of one that has ended may be another's for a while.
+    """
     temporary = {str(path) for path in Path(os.environ["TMPDIR"]).iterdir()}
     named = [re.match(r"(?:sem\.rpcmp-\d+-|torch_)(\d+)", e) for e in os.listdir("/dev/shm")]
     return temporary | {
-        each.string for each in named if each and not Path(f"/proc/{each[1]}").exists()
+        each.string
+        for each in named
+        if each and (any_process or not Path(f"/proc/{each[1]}").exists())
     }
 
 
