@@ -118,11 +118,8 @@ class _ComparedParts:
                     alike.append((name, part))
                     self.covered.append(f"{name}.")
                     continue
-            inner = [
-                (f"{name}.{key}".lstrip("."), each)
-                for key, each in part.named_children()
-                if self._has_own_code(f"{name}.{key}".lstrip("."), each)
-            ]
+            children = ((f"{name}.{key}".lstrip("."), each) for key, each in part.named_children())
+            inner = [child for child in children if self._has_own_code(*child)]
             if call is not None and not inner and (name or not any(part.children())):
                 self.uncompared.append(name or type(part).__name__)
             waiting = inner + waiting

@@ -89,7 +89,7 @@ class DriverMemory:
                 f"another driver has taken job {self.job!r} over, as generation {self.generation}; "
                 "this one must not go on with it"
             )
-        if is_claimed and not self.is_silent:
+        if is_claimed and not self._is_silent:
             raise BusyError(f"busy with job {self.job!r}, whose driver is at work")
         if request.generation <= self.generation:
             raise BusyError(f"generation {self.generation} of job {self.job!r} was here already")
@@ -142,7 +142,7 @@ class DriverMemory:
         return seconds
 
     @property
-    def is_silent(self) -> bool:
+    def _is_silent(self) -> bool:
         return time.monotonic() - self.heard_at >= SILENT_SECONDS
 
     def recall(self, is_claimed: bool) -> pb.RecallResponse:
@@ -153,7 +153,7 @@ class DriverMemory:
             driver_id=self._driver_id,
             about=self.about,
             states=[pb.DriverState(step=step, state=text) for step, text in self.states.items()],
-            has_driver=is_claimed and not self.is_silent,
+            has_driver=is_claimed and not self._is_silent,
             ended=self._ended,
             completed=self._completed if time.monotonic() < self._completed_until else None,
         )

@@ -76,10 +76,9 @@ def observed(module: nn.Module) -> Iterator[SideEffects]:
             seen.changed[name] = kind
 
 
-def functions_of(outputs: Sequence[Any]) -> SideEffects:
-    """Return which autograd.Functions of the user's are in the graph of these outputs."""
-    nodes = function_nodes(outputs)
-    names = [*dict.fromkeys(nodes.values())]
+def functions_of(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> SideEffects:
+    """Return which autograd.Functions of the user's are in a graph; see `function_nodes`."""
+    names = [*dict.fromkeys(function_nodes(outputs, entered).values())]
     return SideEffects(
         functions=[name for name in names if name != CHECKPOINT],
         has_checkpoints=CHECKPOINT in names,
@@ -89,13 +88,14 @@ def functions_of(outputs: Sequence[Any]) -> SideEffects:
 def function_nodes(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> dict[Any, str]:
     """Return the nodes of the user's Functions in a graph, each with a name and a place.
 
-    They are looked for in the graph: `Function.apply` may have another name in the user's code.
+    Torch's own reentrant checkpoint is among them, as CHECKPOINT. They are looked for in the graph:
+    `Function.apply` may have another name in the user's code.
 
     Args:
         entered: nodes at which the graph that is of interest begins.
     """
     found: dict[Any, str] = {}
-    seen, kinds = set(entered), _kinds()
+    seen, kinds = set(entered), dict[str, list[type[Function]]]()
     waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     while waiting:
         node = waiting.pop()
@@ -103,17 +103,19 @@ def function_nodes(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> dict[
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction) and (name := _name_of(node, kinds)):
-            found[node] = name
+        if isinstance(node, BackwardCFunction):
+            kinds = kinds or _kinds()
+            if name := _name_of(node, kinds):
+                found[node] = name
     return found
 
 
 def _name_of(node: BackwardCFunction, kinds: Mapping[str, Sequence[type[Function]]]) -> str:
     """Return the name and the place of a node's Function; empty if it is none of the user's."""
     name = type(node).__name__.removesuffix("Backward")
-    if name == CHECKPOINT:
-        return CHECKPOINT
     for kind in kinds.get(name, ()):
+        if name == CHECKPOINT and kind.__module__ == "torch.utils.checkpoint":
+            return CHECKPOINT
         if kind.__module__.partition(".")[0] not in ("torch", "rpcmp"):
             return f"{kind.__qualname__} ({_place_of(kind)})"
     # Of `torch.library.custom_op`.

@@ -7,7 +7,7 @@ from typing import Any
 
 from rpcmp.pipelining import pytree
 from rpcmp.rpc.messages import MicrobatchMeta
-from rpcmp.splitting.side_effects import function_nodes
+from rpcmp.splitting.side_effects import functions_of
 from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.injected_gradients import require_one_addition
 from rpcmp.worker.inner_gradients import whole_derivatives
@@ -41,8 +41,8 @@ class FirstForward:
         entered = [each.grad_fn for each in pytree.tensors(inputs)]
         with whole_derivatives(inputs, self._partial):
             outputs = self._model.forward(inputs, meta)
-        nodes = function_nodes(pytree.tensors(outputs), entered)
-        self._inputs, self._functions = inputs, sorted({*nodes.values()})
+        self._inputs = inputs
+        self._functions = functions_of(pytree.tensors(outputs), entered).functions
         return outputs
 
     def check(self, meta: MicrobatchMeta) -> bool:

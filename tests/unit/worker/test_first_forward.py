@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import MicrobatchMeta
@@ -84,6 +85,23 @@ def test_of_single_samples_two_are_compared(kind: str) -> None:
     else:
         with pytest.raises(ConfigError, match="adds a gradient"):
             forward.check(one)
+
+
+def test_torchs_own_checkpoint_is_no_function_of_the_users(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = filled(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    forward = FirstForward(cast(StageModel, Model(Checkpointed())), [False], adds_up=True)
+    forward.forward([INPUT], meta(2))
+    assert forward.check(meta(2))
+    assert not recwarn.list
 
 
 def test_a_function_is_found_by_whatever_name_it_is_called() -> None:
