@@ -249,7 +249,8 @@ class PassReader:
     def __init__(self, dataset: Dataset[Any], config: Config) -> None:
         self._pass = StreamPass(dataset, config)
         self._samples = self._pass.count()
-        self._epoch = self._next = 0
+        self._epoch: int | None = None
+        self._next = 0
         self._batches: Iterator[Loaded] = iter(())
         self.position = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rpcmp.pipelining import pytree
+from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import MicrobatchMeta
 from rpcmp.splitting.side_effects import functions_of
 from rpcmp.worker.forward_state import ForwardState
@@ -51,19 +51,35 @@ class FirstForward:
         Raises:
             ConfigError: they add gradients of their own, another sum for other micro-batches.
         """
-        if not self._functions or not self._adds_up or meta.round.num_microbatches == 1:
+        if not self._adds_up or meta.round.num_microbatches == 1:
+            return True
+        state = ForwardState(self._model.stateful())
+        if self._model.compiles and self._before is None:
+            self._functions = self._seen_eagerly(meta, state)
+        if not self._functions:
             return True
         if meta.num_samples == 1 and self._before is None:
             self._before = self._inputs
             return False
         require_one_addition(
             self._functions,
-            lambda inputs: self._model.forward(inputs, meta),
+            lambda inputs: self._model.forward(inputs, meta, eagerly=True),
             self._parts(meta.num_samples),
             (parameter for _, parameter in self._model.named_parameters()),
-            ForwardState(self._model.stateful()),
+            state,
         )
         return True
+
+    def _seen_eagerly(self, meta: MicrobatchMeta, state: ForwardState) -> list[str]:
+        before = state.copy()
+        try:
+            with random_streams.kept():
+                outputs = self._model.forward(self._inputs, meta, eagerly=True)
+        finally:
+            state.put_back(before)
+        # Compiled code has none: they were traced, and are a part of one that is torch's.
+        entered = [each.grad_fn for each in pytree.tensors(self._inputs)]
+        return functions_of(pytree.tensors(outputs), entered).functions
 
     def _parts(self, samples: int) -> tuple[list[Any], list[Any]]:
         if self._before is not None:

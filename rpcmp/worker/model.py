@@ -94,8 +94,8 @@ class StageModel:
         self.device = devices.working_device(assignment.device or settings.device)
         dtype = config.autocast_of(assignment.stage_index)
         self._autocast = _autocast(self.device, dtype)
-        self._compiles = config.compiles(assignment.stage_index)
-        if self._compiles:
+        self.compiles = config.compiles(assignment.stage_index)
+        if self.compiles:
             compiler.prepare()
         self._modules = layers.build_layers(
             config, assignment.stage_index, assignment.layers, loads
@@ -111,7 +111,7 @@ class StageModel:
             if settings.frozen:
                 module.requires_grad_(False)
         self._calls: dict[str, Callable[..., Any]] = dict(self._modules)
-        if self._compiles:
+        if self.compiles:
             self._calls = {n: compiling.compiled(layer) for n, layer in self._modules.items()}
         self.returns_outputs = self.is_sink and bool(assignment.driver_metrics)
         self._loss: SinkLoss | None = None
@@ -194,10 +194,10 @@ class StageModel:
         named = self.named_parameters()
         return ParameterWatch({n: p for n, p in named if is_watched(n) and id(p) not in without})
 
-    def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
+    def forward(self, inputs: list[Any], meta: MicrobatchMeta, eagerly: bool = False) -> Any:
         header = meta.round
         self._set_mode(header.is_training)
-        for index, (name, call) in enumerate(self._calls.items()):
+        for index, (name, call) in enumerate((self._modules if eagerly else self._calls).items()):
             random_streams.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
                 inputs = [self._call(name, call, inputs)]  # stage.py [7]
@@ -206,7 +206,7 @@ class StageModel:
         return inputs[0]
 
     def _call(self, name: str, call: Callable[..., Any], inputs: list[Any]) -> Any:
-        if not self._compiles:
+        if not self.compiles:
             return call(*inputs)
         try:
             return call(*inputs)

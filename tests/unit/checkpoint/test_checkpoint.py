@@ -453,9 +453,11 @@ def test_a_checkpoint_is_removed_whole_and_does_not_exist_while_half_of_it_does(
             remove(path)
     assert path.exists()
     assert folder.found() == []
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         remove(path)
         assert not path.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_only_step_folders_are_removed(folder: CheckpointFolder) -> None:

@@ -71,6 +71,19 @@ def test_a_cut_names_the_parameters_of_a_module() -> None:
     assert Config.model_validate_json(whole.model_dump_json()) == whole
 
 
+def test_a_copy_for_measurements_keeps_nothing() -> None:
+    config = parse_config({**LAYERS, "checkpoint": {"dir": "saved"}})
+    assert config.takes_snapshots
+    measured = config.without_recovery()
+    assert not measured.takes_snapshots
+    assert measured.checkpoint is None
+
+
+def test_the_memory_of_a_stage_is_a_number_of_bytes() -> None:
+    assert StageConfig(memory="1.5 GiB").memory_bytes == 3 * 2**29
+    assert StageConfig().memory_bytes is None
+
+
 def test_the_defaults_of_loss_scaling_equal_those_of_torch() -> None:
     ours = parse_config({**LAYERS, "loss_scaling": {}}).loss_scaling
     theirs = torch.amp.GradScaler("cpu").state_dict()

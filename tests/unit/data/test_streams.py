@@ -214,6 +214,8 @@ def test_an_evaluation_is_one_pass() -> None:
     for index in (0, 6, 0, 1):
         samples = list(range(2 if index == 6 else 8))
         assert ends(reader.load((1, index, samples))) == ends(found[index])
+    second = PassReader(create_dataset(job.data.test, "data.test", 0), job)  # of a further process
+    assert ends(second.load((1, 1, list(range(8))))) == ends(found[1])
     with pytest.raises(ConfigError, match="does not yield its 50 samples each time"):
         reader.load((1, 3, [0]))
     shuffled = evaluation_batches(config(test="Shuffled"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ from rpcmp.errors import SecurityError
 from rpcmp.net import authority, certificates, identity
 from rpcmp.net.certificates import Certificate
 from rpcmp.net.identity import CA, CRL, GRPC, KEY, TlsState
-from rpcmp.net.security import Credentials, expiry_warning
+from rpcmp.net.security import Credentials, Security, expiry_warning
 from tests.support.lan import cli, issue
 
 HERE = "127.0.0.1"
@@ -61,7 +62,11 @@ def old_authority(folder: Path) -> None:
 
 def meet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str:
     """Return "ok", or why a handshake fails."""
-    one, other = TlsState(client, host), TlsState(server)
+    return shake(TlsState(client, host), TlsState(server))
+
+
+def shake(one: TlsState, other: TlsState) -> str:
+    """Return "ok", or why the handshake of two ends fails."""
     try:
         done = False
         while not done:
@@ -88,6 +93,36 @@ def test_a_revoked_certificate_is_refused_on_both_sides(certs: Path) -> None:
     assert between(certs / "driver", certs / "stage0") == "certificate revoked"
     with pytest.raises(SecurityError, match="nothing to revoke"):
         cli(certs, "revoke", "driver")
+
+
+class Connection:
+    """A verified connection that nothing is sent over."""
+
+    def __init__(self, session: TlsState) -> None:
+        self.session: TlsState | None = session
+        self.gone = asyncio.Event()
+
+    def shut_down(self) -> None:
+        self.gone.set()
+
+
+def test_connections_of_a_revoked_peer_end_and_its_role_is_told(certs: Path) -> None:
+    driver, connections = Security(certs / "driver"), []
+    for stage, host in (("stage0", HERE), ("stage1", "host-b")):
+        one = TlsState(Credentials(certs / "driver").client(GRPC), host)
+        other = TlsState(Credentials(certs / stage).server())
+        assert shake(one, other) == "ok"
+        connections.append(Connection(one))
+        driver.establish(connections[-1])
+    assert driver.end_revoked() == []
+    cli(certs, "revoke", "stage1")
+    assert driver.credentials is not None
+    driver.credentials.refresh()
+    assert driver.end_revoked() == ["stage 1"]
+    assert [connection.gone.is_set() for connection in connections] == [False, True]
+    assert driver.end_revoked() == []
+    with pytest.raises(SecurityError, match="certificate revoked"):
+        driver.establish(Connection(one))
 
 
 def test_revoke_covers_every_certificate_issued_under_the_name(certs: Path, tmp_path: Path) -> None:

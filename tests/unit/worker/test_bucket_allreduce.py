@@ -124,6 +124,15 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "WHOLE_BYTES", 2048)
 
 
+def test_a_bucket_that_is_full_is_closed() -> None:
+    half, small = (nn.Parameter(torch.empty(size)) for size in (512, 1))  # 4096 bytes are a bucket
+    packed = buckets.pack([small, half, half, half])
+    assert [bucket.indices for bucket in packed] == [(3, 2), (1, 0)]
+    other = nn.Parameter(torch.empty(1, dtype=torch.float64))
+    packed = buckets.pack([half, other, half, small])
+    assert [bucket.indices for bucket in packed] == [(3, 2, 0), (1,)]
+
+
 def _sent(value: Any) -> Any:
     """Copy a message, because a received message does not share the sender's memory."""
     if not isinstance(value, GradientPart):

@@ -20,12 +20,13 @@ from tests.zoo.surprises import Auxiliary, Injecting, filled
 class Model:
     """As much of a stage's model as a forward needs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, compiles: bool = False) -> None:
+        self.module, self.compiles = module, compiles
 
-    def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Tensor:
+    def forward(self, inputs: list[Any], meta: MicrobatchMeta, eagerly: bool = False) -> Tensor:
         found: Tensor = self.module(*inputs)
-        return found
+        is_compiled = self.compiles and not eagerly
+        return found.detach().requires_grad_() if is_compiled else found  # without their nodes
 
     def named_parameters(self) -> Any:
         return self.module.named_parameters()
@@ -34,8 +35,8 @@ class Model:
         return [("", self.module)]
 
 
-def first(kind: str, adds_up: bool = True) -> FirstForward:
-    model = cast(StageModel, Model(filled(Auxiliary(kind))))
+def first(kind: str, adds_up: bool = True, compiles: bool = False) -> FirstForward:
+    model = cast(StageModel, Model(filled(Auxiliary(kind)), compiles))
     return FirstForward(model, [True], adds_up)
 
 
@@ -54,8 +55,9 @@ def test_what_adds_up_passes(kind: str, count: int) -> None:
     assert forward.check(meta(count))
 
 
-def test_what_does_not_is_refused_unless_it_is_meant() -> None:
-    forward = first("mean")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_does_not_is_refused_unless_it_is_meant(compiles: bool) -> None:
+    forward = first("mean", compiles=compiles)
     forward.forward([INPUT], meta(2))
     with pytest.raises(ConfigError, match=r"Injecting \(surprises.py:\d+\) adds a gradient"):
         forward.check(meta(2))
