@@ -181,8 +181,8 @@ AT_MOST = {
         "the first forward shows gradients that a Function adds of its own",
     ),
     "lines that serve and drive": (
-        51_100,
-        "a loss gets names of what a module returns; spares have their turn on --resume",
+        51_130,
+        "Functions are looked for without compiling; spares have their turn on --resume",
     ),
     "lines of the top": (590, ""),
     "lines of checkpoint": (2_040, "no guest mirrors a guest if another server can"),
