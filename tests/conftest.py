@@ -60,9 +60,10 @@ _unexpected_skips: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let all tests of a run share a cache folder, not the user's: cuts and kernels are costly."""
+    """Let all tests of a run share cached files, not the user's: cuts and kernels are costly."""
     if not hasattr(config, "workerinput"):  # a worker of xdist has its parent's
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="rpcmp-tests-")
+        os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
         keptobjects.install(Path(os.environ["XDG_CACHE_HOME"]))
     if config.option.markexpr == "cluster":
         os.environ[examples.ALL] = "1"

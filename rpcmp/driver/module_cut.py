@@ -1,11 +1,10 @@
 """Cut the `module` of a [model] into layers, before a run: a task for a process of its own.
 
     first mini-batch ──two samples or so──> rpcmp.splitting ──> ModelCut, for the config
-                                                 └──────────> the user's cache folder
 
 What the module is called with is known from the data. An export takes seconds and depends on the
 code, the arguments, the versions of what is imported, and the sample: with the same it is done
-once. The folder may be removed at any time.
+once. The supervisor keeps it, see `rpcmp.job.cut_cache`: this process runs the job's code.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import platform
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,9 +45,6 @@ from rpcmp.worker.model import AUTOCAST_DTYPES
 
 log = logging.getLogger(__name__)
 
-MAX_CACHED = 64
-"""Cuts that are kept; the oldest goes first."""
-
 SECONDS_OF_A_PROOF = 20.0
 """That a proof may take if the export has taken less; most take a tenth of an export's."""
 
@@ -66,11 +60,15 @@ def cut(message: Message) -> Iterator[Message]:
     folder = Path(message["folder"])
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(message["config"]).with_folder(folder)
-    yield {"event": "cut", "cut": cut_module(config).model_dump()}
+    key, cut = cut_module(config, message["kept"])
+    yield {"event": "cut", "key": key, "cut": cut.model_dump()}
 
 
-def cut_module(config: Config) -> ModelCut:
-    """Cut the config's module; takes it from the cache if the same was cut before.
+def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[str, ModelCut]:
+    """Cut the config's module; returns what the cut depends on as a key, and the cut.
+
+    Args:
+        kept: the "key" and the "cut" of an earlier call, which is returned if the key is the same.
 
     Raises:
         ConfigError: it cannot be built or cut, or does not take the batch.
@@ -86,9 +84,8 @@ def cut_module(config: Config) -> ModelCut:
     inputs = inputs_of(module, model, loaded)
     count = _sample_count(inputs)
     sample = few_samples(inputs, count)
-    folder = cache_folder()
-    cached = None if folder is None else folder / f"{_key(config, model, module, sample)}.json"
-    cut = None if cached is None else _read(cached)
+    key = _key(config, model, module, sample)
+    cut = None if kept is None or kept["key"] != key else _known(kept["cut"])
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
         with recorded(module) as recording:
@@ -97,8 +94,6 @@ def cut_module(config: Config) -> ModelCut:
         samples = [sample, few_samples(inputs, count, start=count)]
         uncompared = prove_cut(config, module, split, recording, samples, took)
         cut = as_cut(split, module).model_copy(update={"uncompared": uncompared})
-        if cached is not None:
-            _write(cached, cut)
     if cut.uncompared:
         log.warning(
             "too large, or not to be called alone, to be compared with how they are cut: %s; that "
@@ -106,7 +101,7 @@ def cut_module(config: Config) -> ModelCut:
             some_of(cut.uncompared),
         )
     require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
-    return cut
+    return key, cut
 
 
 def require_loss(config: Config, split: Split, targets: Any) -> None:
@@ -238,17 +233,8 @@ def few_samples(batch: Any, count: int, start: int = 0) -> Any:
     return pytree.map_tensors(few, batch)
 
 
-def cache_folder() -> Path | None:
-    """Return the user's folder for what can be computed again; None: this user has none."""
-    own = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(own) if own else Path.home() / ".cache") / "rpcmp" / "cuts"
-    except RuntimeError:  # no home
-        return None
-
-
 def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> str:
-    """Return a name for all that a cut depends on.
+    """Return a hash of all that a cut depends on.
 
     The module has been built: what it is made of counts, wherever that comes from.
     """
@@ -305,24 +291,10 @@ def _packages() -> set[str]:
     return {"transformers", "timm", "peft", "torchvision"} & {*sys.modules}
 
 
-def _read(path: Path) -> ModelCut | None:
+def _known(cut: Mapping[str, Any]) -> ModelCut | None:
     try:
-        found = ModelCut.model_validate_json(path.read_bytes())
+        found = ModelCut.model_validate(cut)
         unpacked(found)
-    except (OSError, ValueError):  # there is none, or it is damaged
+    except ValueError:  # it is of another version of rpcmp, which has the same number
         return None
-    with contextlib.suppress(OSError):
-        os.utime(path)  # it is in use
     return found
-
-
-def _write(path: Path, cut: ModelCut) -> None:
-    """Keep a cut; a folder that cannot be written to costs the next run an export."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(cut.model_dump_json().encode())
-        os.replace(file.name, path)
-        kept = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
-        for old in kept[:-MAX_CACHED]:
-            old.unlink()

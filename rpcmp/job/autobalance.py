@@ -33,8 +33,10 @@ from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import ReplicaAssignment, shares_by_speed
 from rpcmp.errors import ConfigError, RpcmpError, one_line
+from rpcmp.job.cut_cache import CutCache
 from rpcmp.job.segments import MOST_REHEARSED, Segments, rehearse
 from rpcmp.job.server_calls import (
+    code_access,
     dialer_for,
     gather_all,
     prepare_request,
@@ -52,7 +54,8 @@ from rpcmp.pipelining.partition import (
     merge_profiles,
     profile_seconds,
 )
-from rpcmp.process.fork_client import DRIVERS, Forks
+from rpcmp.process.channel import Message
+from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.task import run_task
 from rpcmp.v1 import control_pb2 as pb
@@ -247,7 +250,7 @@ async def balanced(
         The config with both, and the forecast of its steps if the balance was measured.
     """
     forecast = None
-    config = await with_cut(config, forks)
+    config = await with_cut(config, connect, forks)
     if config.is_balanced_by_measurement:
         config, forecast = await with_measured_balance(config, connect, forks, rehearses)
     return await with_shares(config, connect, forks), forecast
@@ -290,20 +293,27 @@ async def rehearsed(
     return forecast.corrected(full, measured)
 
 
-async def with_cut(config: Config, forks: Forks | None = None) -> Config:
-    """Return the job with the layers of its model's `module`, if it has one.
-
-    Args:
-        forks: what forks the process that cuts it; None: what is started and ended for it.
-    """
+async def with_cut(config: Config, connect: Sequence[str] | None, forks: Forks) -> Config:
+    """Return the job with the layers of its model's `module`, if it has one."""
     if not config.is_to_be_cut:
         return config
-    if forks is None:
-        async with Forks([DRIVERS]) as own:
-            return await with_cut(config, own)
-    order = {"op": "cut", "config": config.model_dump_json(), "folder": str(config.folder)}
-    answer = await run_task(order, compute_environment(threads=1), forks)
+    cache = CutCache(config)
+    order = {"op": "cut", **_job(config), "kept": await asyncio.to_thread(cache.read)}
+    answer = await _run_here(order, config, connect, forks)
+    await asyncio.to_thread(cache.write, answer["key"], answer["cut"])
     return config.with_cut(ModelCut.model_validate(answer["cut"]))
+
+
+def _job(config: Config) -> Message:
+    return {"config": config.model_dump_json(), "folder": str(config.folder)}
+
+
+async def _run_here(
+    order: Message, config: Config, connect: Sequence[str] | None, forks: Forks
+) -> Message:
+    """Run the job's code on the driver's host, as far from its user's files as the driver is."""
+    access = code_access(config, server_addresses(config, connect))
+    return await run_task(order, compute_environment(threads=1), forks, access)
 
 
 async def stage_hosts(
@@ -317,7 +327,7 @@ async def stage_hosts(
     """
     held = cost_model.held(config)
     addresses = server_addresses(config, connect)
-    sample, num_layers = await sample_of(config, forks)
+    sample, num_layers = await sample_of(config, connect, forks)
     if config.num_stages > num_layers:
         raise ConfigError(
             f"{config.num_stages} stages need at least as many layers, but the model has "
@@ -359,13 +369,11 @@ def as_one(config: Config, index: int, replicas: Sequence[HostProfile]) -> HostP
     return merge_profiles(replicas, parts)
 
 
-async def sample_of(config: Config, forks: Forks) -> tuple[bytes, int]:
+async def sample_of(
+    config: Config, connect: Sequence[str] | None, forks: Forks
+) -> tuple[bytes, int]:
     """Return one micro-batch, see `rpcmp.rpc.tensors.dumps`, and the model's number of layers."""
-    answer = await run_task(
-        {"op": "sample", "config": config.model_dump_json(), "folder": str(config.folder)},
-        compute_environment(threads=1),
-        forks,
-    )
+    answer = await _run_here({"op": "sample", **_job(config)}, config, connect, forks)
     return base64.b64decode(answer["sample"]), answer["num_layers"]
 
 

@@ -145,10 +145,10 @@ class Generation:
         driver = await Child.spawn(
             DRIVERS,
             environment,
+            self._pool.file_access,
             self._fds,
             self._pool.forks,
             self._log_driver,
-            self._pool.file_access,
         )
         self._driver = driver
         self._listening = self.failure.supervise(self._listen(driver))

@@ -7,6 +7,7 @@ user's code that the servers import.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from rpcmp.config.files import python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnavailableError, UnreachableError
+from rpcmp.job import cut_cache
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
+from rpcmp.process.sandbox.confinement import FileAccess, hidden_by, secrets_in
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -33,6 +36,24 @@ POLL_SECONDS = 0.2
 
 MAX_FILES = 500
 MAX_BYTES = 8 * 2**20
+
+
+def code_access(config: Config, addresses: Sequence[str]) -> FileAccess | None:
+    """Return the files that the job's code may open on the driver's host; None: it is not confined.
+
+    This holds for the driver process and for every task that runs the job's code beside it.
+
+    Args:
+        addresses: of running servers; empty: the job starts its own on this host, and its author
+            trusts it.
+    """
+    confine = config.security.confine
+    if confine is False or (confine is None and not addresses):
+        return None
+    hidden = [*hidden_by(config.certs_folder, needed=config.folder), *secrets_in(config.folder)]
+    with contextlib.suppress(RuntimeError):  # this user has no home
+        hidden.append(str(cut_cache.key_file()))
+    return FileAccess(hidden=tuple(hidden)).reading(config.folder, *config.paths_read)
 
 
 def server_addresses(config: Config, connect: Sequence[str] | None) -> Sequence[str]:

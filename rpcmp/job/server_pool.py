@@ -28,6 +28,7 @@ from rpcmp.job.failure_detection import task_group
 from rpcmp.job.local_servers import LocalServers, serve_options
 from rpcmp.job.server_calls import (
     ANSWER_SECONDS,
+    code_access,
     describe,
     dialer_for,
     is_free_spare,
@@ -37,7 +38,7 @@ from rpcmp.net.identity import NO_TLS
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.observability.events import Event, ReplacedEvent, WaitingEvent, WarningEvent
 from rpcmp.process.fork_client import DRIVERS, WORKERS, Forks
-from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
+from rpcmp.process.sandbox.confinement import FileAccess
 from rpcmp.server.client import StageClient
 from rpcmp.v1 import control_pb2 as pb
 
@@ -204,11 +205,7 @@ class ServerPool:
     @property
     def file_access(self) -> FileAccess | None:
         """The files that the driver process may open; None: it is not confined."""
-        config, confine = self._config, self._config.security.confine
-        if confine is False or (confine is None and self._local is not None):
-            return None
-        hidden = hidden_by(config.certs_folder, needed=config.folder)
-        return FileAccess(hidden=hidden).reading(config.folder, *config.paths_read)
+        return code_access(self._config, [] if self.is_local else self.addresses)
 
     async def open(self) -> None:
         if self._local is not None and not self.addresses:

@@ -99,18 +99,18 @@ class Child:
         cls,
         module: str,
         environment: Mapping[str, str],
+        file_access: FileAccess | None,
         fds: Sequence[int] = (),
         forks: Forks | None = None,
         on_line: LineHandler | None = None,
-        file_access: FileAccess | None = None,
         max_message_bytes: int = MAX_MESSAGE,
     ) -> Child:
         """Start `python -m module CHANNEL PARENT_PID STACKS ACTIVITY LOG HELD MEMORY FDS...`.
 
         Args:
+            file_access: what it may open; None: it is not confined. Only a fork can be.
             forks: where to fork it; None to start an interpreter, which imports everything anew.
             on_line: called with each of its log lines; None to add them to our own log.
-            file_access: what it may open; None: it is not confined. Only a fork can be.
             max_message_bytes: of the longest message that it may send.
         """
         loop = asyncio.get_running_loop()

@@ -102,7 +102,7 @@ class Forks:
         module: str,
         environment: Mapping[str, str],
         fds: Sequence[int],
-        file_access: FileAccess | None = None,
+        file_access: FileAccess | None,
         scratch: str = "",
     ) -> Forked:
         """Fork a child that runs the `main` of `module`.

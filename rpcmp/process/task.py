@@ -35,10 +35,15 @@ with; it is named by a string because this package may not import those above it
 async def run_task(
     message: Message,
     environment: Mapping[str, str],
-    forks: Forks | None = None,
-    file_access: FileAccess | None = None,
+    forks: Forks | None,
+    file_access: FileAccess | None,
 ) -> Message:
-    """Do the task `message["op"]` in a child process and return its only answer."""
+    """Do the task `message["op"]` in a child process and return its only answer.
+
+    Args:
+        forks: where to fork it; None to start an interpreter.
+        file_access: what the job's code may open there; None: it is not confined.
+    """
     child = await start_task(message["op"], environment, forks, file_access)
     return await child.ask(message)
 
@@ -46,13 +51,13 @@ async def run_task(
 async def start_task(
     op: str,
     environment: Mapping[str, str],
-    forks: Forks | None = None,
-    file_access: FileAccess | None = None,
+    forks: Forks | None,
+    file_access: FileAccess | None,
 ) -> Child:
     """Start a child process for a task; the caller sends it the message with this op."""
     log = log_as(_module(op))
     return await Child.spawn(
-        "rpcmp.process.task", environment, forks=forks, on_line=log, file_access=file_access
+        "rpcmp.process.task", environment, file_access, forks=forks, on_line=log
     )
 
 

@@ -170,10 +170,10 @@ class Claim:
         self._child = await Child.spawn(
             WORKERS,
             compute_environment(self._threads),
+            file_access,
             self._snapshot_store.inherited,
             self._forks,
             self._add_line,
-            file_access,
             MAX_MESSAGE,
         )
         self._listening = asyncio.create_task(self._listen(self._child))

@@ -162,10 +162,10 @@ async def examine(
     forks: Forks,
     security: Security,
     code_folder: Path | None,
+    file_access: FileAccess | None,
     threads: int = 1,
     allowed: Sequence[str] | None = None,
     checkpoints: Path | None = None,
-    file_access: FileAccess | None = None,
 ) -> HostFacts:
     """Collect the facts about this host.
 
@@ -174,10 +174,10 @@ async def examine(
         forks: where the child process that looks at devices and code comes from.
         security: of this supervisor.
         code_folder: of the Python files that came with the job; None if none did.
+        file_access: what the child process may open; None: it is not confined.
         threads: compute threads of the worker.
         allowed: modules that callables may come from, see `rpcmp.config.importing`; None: any.
         checkpoints: the folder that checkpoints may lie in; None: anywhere.
-        file_access: what the child process may open; None: it is not confined.
     """
     checked = await run_task(
         {

@@ -190,10 +190,10 @@ class StageServer:
                 self.forks,
                 self.security,
                 folder,
+                file_access,
                 request.job.threads,
                 self.admission.allowed,
                 self.admission.checkpoints,
-                file_access,
             )
         return facts.model_copy(update={"metrics_port": self.metrics_port}).model_dump_json()
 

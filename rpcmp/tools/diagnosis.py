@@ -348,7 +348,8 @@ async def check_up(config: Config, connect: Sequence[str] | None = None) -> list
         forks_for(config, connect) as forks,
         connected(config, dialer, addresses, len(config.workers), forks) as clients,
     ):
-        driver, workers, spares = await HostSurvey(config, clients, dialer, forks).collect()
+        survey = HostSurvey(config, clients, addresses, dialer, forks)
+        driver, workers, spares = await survey.collect()
         checked = await LinkCheck(config, clients, dialer).run([driver, *workers])
         return diagnose(config, driver, workers, spares, checked, time.time())
 

@@ -12,7 +12,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
 from rpcmp.config.types import Factory, parse_size
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
-from rpcmp.job.server_calls import collect_code
+from rpcmp.job.server_calls import code_access, collect_code
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
@@ -47,15 +47,22 @@ class HostSurvey:
     """Collects facts about the hosts of a job, reached as the job would reach them.
 
     Args:
+        addresses: of running servers; empty: they were started for this.
         dialer: opens connections to the spares.
         forks: forks the process that examines this host.
     """
 
     def __init__(
-        self, config: Config, clients: Sequence[StageClient], dialer: Dialer, forks: Forks
+        self,
+        config: Config,
+        clients: Sequence[StageClient],
+        addresses: Sequence[str],
+        dialer: Dialer,
+        forks: Forks,
     ) -> None:
         self._config, self._clients = config, clients
         self._dialer, self._forks = dialer, forks
+        self._access = code_access(config, addresses)
         self._code = collect_code(config.folder) if config.ship_code else []
 
     async def collect(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
@@ -90,7 +97,7 @@ class HostSurvey:
         facts, error = None, None
         try:
             facts = await examine(
-                request, self._forks, self._dialer.security, self._config.folder, threads=1
+                request, self._forks, self._dialer.security, self._config.folder, self._access
             )
         except RpcmpError as raised:
             error = raised

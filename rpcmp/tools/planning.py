@@ -128,7 +128,7 @@ async def plan(config: Config, addresses: Sequence[str], wishes: Wishes) -> Plan
     everywhere = with_hosts(config, settings, addresses, [1] * len(addresses))
     server_addresses(everywhere, addresses)  # refuses impossible ones
     async with forks_for(config, addresses) as forks:
-        everywhere = await autobalance.with_cut(everywhere, forks)
+        everywhere = await autobalance.with_cut(everywhere, addresses, forks)
         links = await _measure_links(everywhere, addresses, forks)
         hosts, machines = await _measure_hosts(everywhere, addresses, wishes.memory, forks)
         config = config.model_copy(update={"cut": everywhere.cut, "tied": everywhere.tied})
@@ -232,7 +232,7 @@ async def _measure_hosts(
     config: Config, addresses: Sequence[str], memory: Mapping[str, int], forks: Forks
 ) -> tuple[list[PlanHost], list[str]]:
     """Return the hosts, and their machines."""
-    sample, _ = await autobalance.sample_of(config, forks)
+    sample, _ = await autobalance.sample_of(config, addresses, forks)
     measured = await autobalance.measure(config, addresses, sample, forks)
     counts = [len(host.profile.layers) for host in measured]
     for address, count in zip(addresses, counts, strict=True):

@@ -13,6 +13,7 @@ import torch
 from rpcmp.config.schema import Config
 from rpcmp.errors import MismatchError, WorkerDiedError, from_wire
 from rpcmp.job.autobalance import balanced, with_saved_shares
+from rpcmp.job.server_calls import code_access, server_addresses
 from rpcmp.job.training_run import drive
 from rpcmp.observability.events import Event, LogEvent, StepEvent
 from rpcmp.pipelining import devices, parameter_names
@@ -176,11 +177,11 @@ async def run_all(
             # Shares of the run that left checkpoints, if any; and the same stages for both runs.
             config, _ = await balanced(with_saved_shares(config), connect, forks)
             pipelined = await _run_pipelined(config, connect, Path(folder) / "pipelined", forks)
-            reference = await _run_reference(config, Path(folder) / "reference", forks)
+            reference = await _run_reference(config, connect, Path(folder) / "reference", forks)
             whole = None
             if whole_batch and not reference.depends_on_parts and config.loss_scope is None:
                 job = without_microbatches(config)
-                whole = await _run_reference(job, Path(folder) / "whole", forks)
+                whole = await _run_reference(job, connect, Path(folder) / "whole", forks)
             return config, pipelined, reference, whole
 
 
@@ -210,9 +211,20 @@ async def _run_pipelined(
     return ComparedRun(losses, state, summary.hosts, skipped)
 
 
-async def _run_reference(config: Config, path: Path, forks: Forks) -> ComparedRun:
+async def _run_reference(
+    config: Config, connect: Sequence[str] | None, folder: Path, forks: Forks
+) -> ComparedRun:
+    """Train in one process.
+
+    Args:
+        folder: of the final state alone; it is made, and the job's code may write to it.
+    """
+    await asyncio.to_thread(folder.mkdir)
+    path = folder / "state"
     threads = max(config.stage(index).threads for index in range(config.num_stages))
-    child = await start_task("train", compute_environment(threads), forks)
+    access = code_access(config, server_addresses(config, connect))
+    access = access and access.writing(folder)
+    child = await start_task("train", compute_environment(threads), forks, access)
     child.send(
         {
             "op": "train",

@@ -45,7 +45,7 @@ def load(name: str) -> Config:
 
 async def forecast(config: Config) -> tuple[Config, Forecast]:
     async with forks_for(config, None) as forks:
-        config = (await with_cut(config, forks)).with_full_microbatches()
+        config = (await with_cut(config, None, forks)).with_full_microbatches()
         hosts = await stage_hosts(config, None, forks)
         if config.model is None:
             balance = [1] * config.num_stages

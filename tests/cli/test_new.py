@@ -14,9 +14,9 @@ from rpcmp import metrics
 from rpcmp.cli.new import EXAMPLES, create, examples
 from rpcmp.config import loader
 from rpcmp.data.loading import training_batches
-from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import ConfigError
 from tests.support.commandlines import parsed
+from tests.support.cuts import cut_here
 from tests.support.localgroup import unsplit
 from tests.support.processes import rpcmp
 
@@ -46,7 +46,7 @@ def test_the_new_job_trains_with_the_bits_of_one_process(
     monkeypatch.syspath_prepend(tmp_path)
     steps = config.epochs * len(training_batches(config))
     job = loader.load_config(tmp_path / "spirals.toml", [f"steps={steps}"])
-    whole = unsplit(job.with_cut(cut_module(job)))
+    whole = unsplit(cut_here(job))
     assert driven.losses == list(whole.losses)[: steps // config.epochs]
     written = importlib.import_module("spirals")
     del sys.modules["spirals"]

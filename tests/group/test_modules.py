@@ -8,8 +8,8 @@ from safetensors.torch import save_file, save_model
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import CheckpointError, StageConfigError
+from tests.support.cuts import cut_here
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
 from tests.zoo import architectures, unsplit
@@ -18,7 +18,7 @@ from tests.zoo import architectures, unsplit
 def cut(job: JobFolder, name: str, *overrides: str, schedule: str = "1f1b") -> Config:
     text = architectures.job(name, 3, schedule)
     config = loader.load_config(job.config(text), overrides)
-    return config.with_cut(cut_module(config))
+    return cut_here(config)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch import nn
 
 from rpcmp.config import importing, loader
 from rpcmp.config.schema import Config
-from rpcmp.driver.module_cut import cut_module
 from rpcmp.errors import ConfigError, JobError
 from tests.support import plain
+from tests.support.cuts import cut_here
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder
 from tests.zoo import surprises
@@ -36,7 +36,7 @@ MODULE = 'model.module="tests.zoo.surprises:Net"'
 
 def configured(job: JobFolder, *overrides: str) -> Config:
     config = loader.load_config(job.config(JOB), overrides)
-    return config.with_cut(cut_module(config)) if config.is_to_be_cut else config
+    return cut_here(config)
 
 
 def truth(config: Config, net: nn.Module, evaluated: Sequence[Any] = ()) -> list[float]:

@@ -62,7 +62,7 @@ async def spawn(
     forks: Forks | None, fds: list[int] | None = None, environment: Mapping[str, str] = ONE_THREAD
 ) -> tuple[Child, dict[str, object]]:
     """Start a child; return it and its report."""
-    child = await Child.spawn("child", environment, fds or [], forks)
+    child = await Child.spawn("child", environment, None, fds or [], forks)
     return child, await anext(child.messages())
 
 

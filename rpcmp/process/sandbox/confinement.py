@@ -14,11 +14,14 @@ kernel does not offer is left out; `missing_protection` reports the consequences
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import errno
 import glob
+import itertools
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -189,6 +192,33 @@ def hidden_by(certs: Path | None, needed: Path | None = None) -> tuple[str, ...]
             hidden.append(str(folder))
         hidden += (os.path.realpath(key) for key in keys if key.is_symlink())
     return tuple(hidden)
+
+
+SECRET = re.compile(
+    r".*\.(key|p12|pfx|keytab)|id_(rsa|dsa|ecdsa|ed25519)|\.env(\..*)?|\.(netrc|pgpass|pypirc|npmrc)"
+    r"|\.(git-credentials|ssh|gnupg|aws|azure|kube|docker|config|huggingface)|credentials\.json"
+)
+"""Names of files and folders that a job's code has no business with."""
+
+SECRETS_DEPTH = 3
+DATA_ENTRIES = 10_000
+"""A folder with more entries has data, and is not looked through."""
+
+
+def secrets_in(folder: Path) -> Iterator[str]:
+    """Yield what lies in a granted folder under names of keys and credentials.
+
+    Such are keys of other stages that were put beside a config, or the environment of a service.
+    """
+    waiting = [(os.path.realpath(folder), SECRETS_DEPTH)]
+    while waiting:
+        path, depth = waiting.pop()
+        with contextlib.suppress(OSError), os.scandir(path) as entries:  # another user's
+            for entry in itertools.islice(entries, DATA_ENTRIES):
+                if SECRET.fullmatch(entry.name):
+                    yield entry.path
+                elif depth > 1 and entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, depth - 1))
 
 
 def _interpreter_paths() -> Iterator[str]:

@@ -165,8 +165,10 @@ def _own_case(
 
 async def _with_cut(config: Config) -> Config:
     from rpcmp.job.autobalance import with_cut  # gRPC takes a while to import
+    from rpcmp.job.server_pool import forks_for
 
-    return await with_cut(config)
+    async with forks_for(config, []) as forks:
+        return await with_cut(config, [], forks)
 
 
 def _features_left_out(job: Config) -> tuple[str, ...]:

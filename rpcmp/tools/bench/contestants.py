@@ -182,7 +182,8 @@ class PeerGroup:
         size, store = len(self._threads), str(Path(self._folder.name) / "store")
         for rank, threads in enumerate(self._threads):
             environment = interpreter.compute_environment(threads)
-            child = await Child.spawn(__name__, {**environment, "GLOO_SOCKET_IFNAME": "lo"})
+            environment = {**environment, "GLOO_SOCKET_IFNAME": "lo"}
+            child = await Child.spawn(__name__, environment, file_access=None)
             self._children.append(child)
             self._messages.append(child.messages())
             place = {"rank": rank, "world_size": size, "store": store}

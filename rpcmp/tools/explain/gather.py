@@ -23,7 +23,7 @@ from rpcmp.job.autobalance import (
     with_cut,
     with_measured_balance,
 )
-from rpcmp.job.server_calls import collect_code, dialer_for, server_addresses
+from rpcmp.job.server_calls import code_access, collect_code, dialer_for, server_addresses
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import is_loopback
@@ -196,10 +196,10 @@ async def explain(
             notes.append(
                 f"a mini-batch has {count} samples: {count} micro-batches, not {configured}"
             )
-        config = await with_cut(config, forks)
+        config = await with_cut(config, connect, forks)
         if config.is_balanced_by_measurement:
             config, forecast = await with_measured_balance(config, connect, forks, rehearses=True)
-        summary = await _summarize_model(config, forks, is_here=not addresses)
+        summary = await _summarize_model(config, addresses, forks)
         balance = [len(stage.layers) for stage in summary.stages]
         if measures and forecast is None and not summary.unknown:
             parts = balance if config.model is not None else [1] * len(balance)
@@ -250,14 +250,15 @@ def _cuts(config: Config, balance: Sequence[int]) -> list[Cut]:
     ]
 
 
-async def _summarize_model(config: Config, forks: Forks, is_here: bool) -> ModelSummary:
+async def _summarize_model(config: Config, addresses: Sequence[str], forks: Forks) -> ModelSummary:
     order = {
         "op": "count",
         "config": config.model_dump_json(),
         "folder": str(config.folder),
-        "is_here": is_here,
+        "is_here": not addresses,
     }
-    answer = await run_task(order, compute_environment(threads=1), forks)
+    access = code_access(config, addresses)
+    answer = await run_task(order, compute_environment(threads=1), forks, access)
     return ModelSummary.model_validate_json(answer["summary"])
 
 
@@ -265,7 +266,7 @@ async def _ask_hosts(
     config: Config, addresses: Sequence[str], dialer: Dialer, forks: Forks
 ) -> dict[str, Whereabouts]:
     async with connected(config, dialer, addresses, len(config.workers), forks) as clients:
-        driver, workers, _ = await HostSurvey(config, clients, dialer, forks).collect()
+        driver, workers, _ = await HostSurvey(config, clients, addresses, dialer, forks).collect()
     places = {}
     for report in (driver, *workers):
         if (facts := report.facts) is None:

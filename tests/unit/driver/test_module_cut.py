@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ from rpcmp.splitting.split import Split
 from tests.zoo import unsplit
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "rpcmp" / "cuts"
-
-
 def job(name: str = "two by two", **model: Any) -> Config:
     kwargs = {"name": name}
     return parse_config(
@@ -38,29 +31,28 @@ def job(name: str = "two by two", **model: Any) -> Config:
     )
 
 
-def test_the_same_module_is_cut_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = cut_module(job())
+def test_what_was_kept_of_the_same_module_is_not_cut_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key, cut = cut_module(job())
     assert cut.layers == ["left", "blocks.0", "blocks.1", "blocks.2", "first"]
     assert cut.passing[0] == Passing(values=["float32[*, 8]"], sample_bytes=32)
     assert [layer.name for layer in Split.unpack(cut.split).layers] == cut.layers
-    (kept,) = cache.iterdir()
-    assert cache.stat().st_mode & 0o777 == 0o700
+    kept: dict[str, Any] = {"key": key, "cut": cut.model_dump()}
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("cut again")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module_cut, "split_module", refuse)
-        assert cut_module(job()) == cut
+    monkeypatch.setattr(module_cut, "split_module", refuse)
+    assert cut_module(job(), kept) == (key, cut)
+    for other in ({**kept, "key": "another"}, {**kept, "cut": {**kept["cut"], "split": "damaged"}}):
         with pytest.raises(AssertionError, match="cut again"):
-            cut_module(job(split=["blocks.1"]))
-        kept.write_text("damaged")
-        with pytest.raises(AssertionError, match="cut again"):
-            cut_module(job())
-    assert cut_module(job()) == cut
+            cut_module(job(), other)
+    with pytest.raises(AssertionError, match="cut again"):
+        cut_module(job(split=["blocks.1"]), kept)
 
 
-def test_another_setting_of_a_part_is_another_module(cache: Path) -> None:
+def test_another_setting_of_a_part_is_another_module() -> None:
     """Wherever it comes from, such as a file that the constructor has read."""
     module, sample = unsplit.Language(), torch.ones(3, 4)
     config = job()
@@ -74,23 +66,6 @@ def test_another_setting_of_a_part_is_another_module(cache: Path) -> None:
     second = key()
     module.head.weight.requires_grad_(False)
     assert len({first, second, key()}) == 3
-
-
-def test_a_cache_that_cannot_be_written_to_is_done_without(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.parent.parent.joinpath("file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent / "file"))
-    assert cut_module(job()).layers[0] == "left"
-
-
-def test_the_oldest_cuts_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_cut, "MAX_CACHED", 1)
-    cut_module(job())
-    (first,) = cache.iterdir()
-    cut_module(job(split=["blocks.1"]))
-    (second,) = cache.iterdir()
-    assert first != second
 
 
 def test_a_module_needs_data_to_be_cut() -> None:
@@ -161,7 +136,7 @@ def test_a_loss_that_wants_something_else_is_refused(loss: str, text: str) -> No
 
 def test_a_loss_that_needs_numbers_is_not_called_without() -> None:
     config = job().model_copy(update={"loss": Factory(callable=f"{__name__}:reading")})
-    assert cut_module(config).layers
+    assert cut_module(config)[1].layers
 
 
 def picky(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -171,7 +146,7 @@ def picky(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_that_asserts_is_not_refused() -> None:
     config = job().model_copy(update={"loss": Factory(callable=f"{__name__}:asserting")})
-    assert cut_module(config).layers
+    assert cut_module(config)[1].layers
 
 
 def asserting(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

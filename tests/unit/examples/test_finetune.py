@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rpcmp.config import loader
-from rpcmp.driver.module_cut import cut_module
+from tests.support.cuts import cut_here
 from tests.support.localgroup import require_same_bits
 from tests.support.places import EXAMPLES
 
@@ -37,7 +37,7 @@ def test_a_model_is_fine_tuned_from_its_folder(
         "data.batch_size=11",
     ]
     config = loader.load_config(EXAMPLES / "finetune.toml", overrides)
-    state = require_same_bits(config.with_cut(cut_module(config))).state
+    state = require_same_bits(cut_here(config)).state
     model = AutoModelForCausalLM.from_pretrained(folder)
     if not rank:
         model.load_state_dict(state, strict=True)

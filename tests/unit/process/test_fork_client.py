@@ -279,7 +279,7 @@ async def test_a_child_is_killed_if_its_fork_was_cancelled(token: str) -> None:
 
     async with forks() as by:
         first, _ = await spawn(by)
-        spawning = asyncio.create_task(Child.spawn("child", ONE_THREAD, [], by))
+        spawning = asyncio.create_task(Child.spawn("child", ONE_THREAD, None, [], by))
         await asyncio.sleep(0)
         spawning.cancel()
         await asyncio.gather(spawning, return_exceptions=True)

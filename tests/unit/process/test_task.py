@@ -20,9 +20,9 @@ def test_every_task_is_a_generator_function(op: str) -> None:
 
 def test_a_failed_task_raises_its_error_in_the_supervisor() -> None:
     with pytest.raises(JobError, match="KeyError: 'folder'"):
-        asyncio.run(run_task({"op": "sample"}, {}))
+        asyncio.run(run_task({"op": "sample"}, {}, None, None))
 
 
 def test_an_unknown_op_starts_no_process() -> None:
     with pytest.raises(KeyError, match="no task"):
-        asyncio.run(run_task({"op": "no task"}, {}))
+        asyncio.run(run_task({"op": "no task"}, {}, None, None))

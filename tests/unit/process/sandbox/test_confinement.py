@@ -17,7 +17,7 @@ from rpcmp.process.child import Child
 from rpcmp.process.fork_client import Forks
 from rpcmp.process.interpreter import compute_environment
 from rpcmp.process.sandbox import confinement, landlock, syscall_filter
-from rpcmp.process.sandbox.confinement import FileAccess, hidden_by
+from rpcmp.process.sandbox.confinement import FileAccess, hidden_by, secrets_in
 from tests.support.processes import makes_networks
 
 
@@ -229,7 +229,7 @@ def test_a_confined_process_reaches_only_necessary_resources(
     async def probed() -> tuple[dict[str, Any], Path]:
         async with Forks(["torch"]) as forks:
             environment = compute_environment(threads=1)
-            child = await Child.spawn("probe", environment, forks=forks, file_access=file_access)
+            child = await Child.spawn("probe", environment, file_access, forks=forks)
             assert child.scratch is not None
             assert child.scratch.is_dir()
             child.send(
@@ -302,3 +302,15 @@ def test_missing_protection_names_what_the_kernel_lacks(monkeypatch: pytest.Monk
     assert confinement.kernel_support() == "no Landlock, no seccomp"
     assert "open all files of its user" in confinement.missing_protection()
     assert "Unix sockets" in confinement.missing_protection()
+
+
+def test_keys_and_credentials_in_a_granted_folder_are_found(tmp_path: Path) -> None:
+    own = ["stage1/tls.key", ".env", ".env.local", "a/b/id_ed25519", ".ssh", "data.key/x", ".netrc"]
+    others = ["job.toml", "mine.py", "env", "keys.txt", "a/b/c/deep.key", "monkey", "id_rsa.pub"]
+    for name in own + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    found = {str(Path(path).relative_to(tmp_path)) for path in secrets_in(tmp_path)}
+    assert found == {name.removesuffix("/x") for name in own}
+    assert [*secrets_in(tmp_path / "not here")] == []
