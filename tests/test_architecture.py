@@ -181,8 +181,8 @@ AT_MOST = {
         "the supervisor keeps cuts, not the process with the job's code",
     ),
     "lines that serve and drive": (
-        51_130,
-        "Functions are looked for without compiling; spares have their turn on --resume",
+        51_340,
+        "all code of a job is confined, and cuts are kept by the supervisor, with a MAC",
     ),
     "lines of the top": (590, ""),
     "lines of checkpoint": (2_040, "no guest mirrors a guest if another server can"),
@@ -191,8 +191,8 @@ AT_MOST = {
     "lines of data": (2_000, ""),
     "lines of driver": (4_570, "a module that is too large for a proof is compared part by part"),
     "lines of job": (
-        6_390,
-        "spares have their turn on --resume; a guest's files are written twice",
+        6_560,
+        "cuts are kept by the supervisor; a guest's files are written twice",
     ),
     "lines of net": (4_300, ""),
     "lines of observability": (5_440, ""),
@@ -200,14 +200,14 @@ AT_MOST = {
         5_210,
         "a device is asked about by its own kind; CUDA without a driver is not asked",
     ),
-    "lines of process": (4_790, ""),
+    "lines of process": (4_830, "keys and credentials in the job's folder are hidden from it"),
     "lines of rpc": (2_200, ""),
     "lines of server": (4_600, "doctor builds modules on each host"),
     "lines of splitting": (
         3_170,
         "the cut is proven before the first step, and noted for modules that are too large",
     ),
-    "lines of tools": (5_730, "verify trains on whole mini-batches as well"),
+    "lines of tools": (5_760, "verify trains on whole mini-batches as well"),
     "lines of worker": (
         7_490,
         "a forward's state is put back, the objective and the cut are proven before the first step",
