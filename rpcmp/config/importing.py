@@ -10,13 +10,14 @@ instances, `functools.partial`, functions written in C.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from rpcmp.config.types import Factory
@@ -254,3 +255,34 @@ def explain_error(error: BaseException) -> str:
     user = [frame for frame in frames if "importlib" not in frame.filename][1:]
     lines = "".join(traceback.format_list(user)).rstrip()
     return f"{one_line(error)}\n{lines}" if lines else one_line(error)
+
+
+def held_by(function: Any) -> Iterator[Any]:
+    """Yield what a callable has: attributes, what it is a method of, arguments, closure, globals.
+
+    Of the globals those whose names its code has, and what lists and dicts among them have.
+    """
+    yield from vars(function).values() if hasattr(function, "__dict__") else ()
+    yield getattr(function, "__self__", None)
+    if isinstance(call := vars(type(function)).get("__call__"), FunctionType):
+        yield from held_by(call)
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *held_by(function.func))
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            yield cell.cell_contents
+    if isinstance(function, FunctionType):
+        yield from function.__defaults__ or ()
+        for name in sorted(_names_in(function.__code__)):
+            found = function.__globals__.get(name)
+            yield found
+            if isinstance(found, list | tuple | dict):
+                yield from list(found.values() if isinstance(found, dict) else found)[:MAX_HELD]
+
+
+MAX_HELD = 1000
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*map(_names_in, inner))

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import platform
 import re
 import sys
@@ -32,13 +33,14 @@ from rpcmp.config.types import COPY
 from rpcmp.data.batches import Loaded
 from rpcmp.data.loading import training_batches
 from rpcmp.driver.module_proof import prove_cut
-from rpcmp.errors import ConfigError, some_of, suggest
+from rpcmp.errors import ConfigError, one_line, some_of, suggest
 from rpcmp.pipelining import pytree
 from rpcmp.pipelining.split_layers import build_skeleton, unpacked
 from rpcmp.process.channel import Message
 from rpcmp.splitting.building import names_in_init
-from rpcmp.splitting.exporting import as_returned, restore
+from rpcmp.splitting.exporting import BY_HAND, as_returned, restore
 from rpcmp.splitting.recording import recorded
+from rpcmp.splitting.side_effects import OWN_FIELDS, is_users, users_modules
 from rpcmp.splitting.split import Split, split_module
 from rpcmp.splitting.weights import tensors_of
 from rpcmp.worker.model import AUTOCAST_DTYPES
@@ -60,15 +62,17 @@ def cut(message: Message) -> Iterator[Message]:
     folder = Path(message["folder"])
     sys.path.insert(0, str(folder))
     config = Config.model_validate_json(message["config"]).with_folder(folder)
-    key, cut = cut_module(config, message["kept"])
-    yield {"event": "cut", "key": key, "cut": cut.model_dump()}
+    with read_environment() as read:
+        key, cut = cut_module(config, message["kept"])
+    yield {"event": "cut", "key": {"code": key, "environment": read}, "cut": cut.model_dump()}
 
 
 def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[str, ModelCut]:
-    """Cut the config's module; returns what the cut depends on as a key, and the cut.
+    """Cut the config's module; returns what the cut depends on, as a hash, and the cut.
 
     Args:
-        kept: the "key" and the "cut" of an earlier call, which is returned if the key is the same.
+        kept: the "key" and the "cut" that the task has answered with before; the same is returned
+            for the same code and environment.
 
     Raises:
         ConfigError: it cannot be built or cut, or does not take the batch.
@@ -84,8 +88,14 @@ def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[s
     inputs = inputs_of(module, model, loaded)
     count = _sample_count(inputs)
     sample = few_samples(inputs, count)
-    key = _key(config, model, module, sample)
-    cut = None if kept is None or kept["key"] != key else _known(kept["cut"])
+    key, cut = _key(config, model, module, sample), None
+    is_same = kept is not None and kept["key"]["code"] == key
+    if (
+        is_same
+        and kept is not None
+        and all(os.environ.get(name) == value for name, value in kept["key"]["environment"].items())
+    ):
+        cut = _known(kept["cut"])
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
         with recorded(module) as recording:
@@ -102,6 +112,36 @@ def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[s
         )
     require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
     return key, cut
+
+
+@contextlib.contextmanager
+def read_environment() -> Iterator[dict[str, str | None]]:
+    """Note which variables of the environment the user's code reads here, and what they are."""
+    read: dict[str, str | None] = {}
+    plain = type(os.environ)
+
+    class Noting(plain):  # type: ignore[misc, valid-type]  # its class is no constant
+        def __getitem__(self, name: str) -> str:
+            is_asked = _is_asked_by_user()
+            if is_asked:
+                read[name] = None  # if there is none
+            value: str = super().__getitem__(name)
+            if is_asked:
+                read[name] = value
+            return value
+
+    os.environ.__class__ = Noting
+    try:
+        yield read
+    finally:
+        os.environ.__class__ = plain
+
+
+def _is_asked_by_user() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(("<frozen ", __file__)):
+        frame = frame.f_back  # of os.environ, and what is above it
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def require_loss(config: Config, split: Split, targets: Any) -> None:
@@ -207,7 +247,12 @@ def _split(
     if (longer := lengthened(sample)) is not None:
         with contextlib.suppress(ConfigError):  # then it is not a length
             return split_module(module, longer, model.split or (), autocast)
-    return split_module(module, sample, model.split or (), autocast)
+    try:
+        return split_module(module, sample, model.split or (), autocast)
+    except NotImplementedError as error:  # a graph within a graph, as of torch.func
+        raise ConfigError(
+            f"{type(module).__name__} does what no cut can follow: {one_line(error)}\n{BY_HAND}"
+        ) from error
 
 
 def lengthened(inputs: Any, length: int = 9) -> Any:
@@ -253,7 +298,8 @@ def _key(config: Config, model: ModelConfig, module: nn.Module, sample: Any) -> 
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
-PLAIN = (str, int, float, bool, tuple, type(None))
+PLAIN = (str, int, float, bool, type(None))
+SEVERAL = (list, tuple, set, frozenset)
 
 
 def _described(module: nn.Module) -> list[Any]:
@@ -267,7 +313,7 @@ def _described(module: nn.Module) -> list[Any]:
         (
             name,
             type(part).__qualname__,
-            sorted((k, repr(v)) for k, v in vars(part).items() if isinstance(v, PLAIN)),
+            sorted((k, _text(v)) for k, v in vars(part).items() if k not in OWN_FIELDS),
         )
         for name, part in module.named_modules()
     ]
@@ -275,11 +321,26 @@ def _described(module: nn.Module) -> list[Any]:
         (name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad)
         for name, tensor in tensors_of(module).items()
     ]
+    sources |= {sys.modules[name].__file__ for name in users_modules()}  # what these import
     hashes = [
         hashlib.sha256(Path(source).read_bytes()).hexdigest()
         for source in sorted(filter(None, sources))
     ]
     return [repr(sorted(settings.items())), parts, tensors, hashes]
+
+
+def _text(value: Any, depth: int = 3) -> str:
+    """Return the numbers and texts that a value has, in lists, dicts and objects as well."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if not depth or callable(value):
+        return type(value).__name__
+    if isinstance(value, SEVERAL):
+        parts = [_text(each, depth - 1) for each in value]
+        return repr(sorted(parts) if isinstance(value, set | frozenset) else parts)
+    inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    texts = sorted((str(key), _text(each, depth - 1)) for key, each in inner.items())
+    return f"{type(value).__name__}{texts}"
 
 
 def _own_version() -> str:

@@ -19,11 +19,18 @@ from rpcmp.config.schema import Config
 from rpcmp.driver.proof_in_parts import give_values, prove_in_parts, shapes
 from rpcmp.pipelining import devices, pytree
 from rpcmp.pipelining.split_layers import build_module, build_skeleton
+from rpcmp.splitting.building import require_own_memory
+from rpcmp.splitting.exporting import flatten
 from rpcmp.splitting.guards import holds
 from rpcmp.splitting.proof import prove
 from rpcmp.splitting.recording import PartCall, Recording, Shape, shape_of
+from rpcmp.splitting.side_by_side import autocast_to
 from rpcmp.splitting.split import InputPlan, Split
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.model import AUTOCAST_DTYPES
+from rpcmp.worker.objective import rows
+from rpcmp.worker.parameter_hooks import require_linear, require_own
+from rpcmp.worker.training_check import quiet, require_independent, require_unmoved
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""
@@ -62,7 +69,13 @@ def prove_cut(
     short = [first_tokens(each, split, TOKENS) for each in samples]
     for few in (samples, short):
         if has_memory_for(module) and is_quick(module, map(shape_of, pytree.tensors(few[0]))):
-            prove(with_values(config), split, few, autocast, config.has_equal_parts)
+            proven = with_values(config)
+            require_own_memory(proven)
+            prove(proven, split, few, autocast, config.has_equal_parts)
+            require_own(dict(proven.named_parameters()))
+            if config.has_equal_parts:
+                require_linear(proven.named_parameters())
+                _require_in_training(proven, few[0], autocast)
             return None
 
     def fits(part: nn.Module, call: PartCall) -> bool:
@@ -70,6 +83,34 @@ def prove_cut(
 
     lengths = _length(samples[0]), _length(short[0])
     return prove_in_parts(module, recording, lengths, fits, autocast, seconds)
+
+
+def _require_in_training(module: nn.Module, batch: Any, autocast: torch.dtype | None) -> None:
+    """Check that micro-batches in training are as good as a mini-batch; see `training_check`."""
+    samples = pytree.tensors(batch)[0].shape[0]
+
+    def forward(inputs: list[Any], draws_others: bool) -> Any:
+        torch.manual_seed(int(draws_others))
+        inputs = pytree.map_tensors(Tensor.clone, inputs)
+        with autocast_to(autocast):
+            outputs = inputs[0]
+            if isinstance(outputs, dict):
+                outputs = module(**outputs)
+            else:
+                outputs = module(*(outputs if isinstance(outputs, tuple | list) else [outputs]))
+        return flatten(outputs)[1]
+
+    def watch() -> ParameterWatch:
+        scaled = {id(each.weight) for each in module.modules() if getattr(each, "max_norm", None)}
+        named = module.named_parameters()
+        return ParameterWatch({name: each for name, each in named if id(each) not in scaled})
+
+    parts = [rows([batch], number, number + 1, samples, samples) for number in range(2)]
+    state = ForwardState([("", module)])
+    module.train()
+    with quiet(module.modules()):
+        require_unmoved(forward, parts[0], state, watch)
+        require_independent(forward, parts, (1, 1), state)
 
 
 def has_memory_for(module: nn.Module) -> bool:

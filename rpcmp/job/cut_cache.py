@@ -62,7 +62,7 @@ class CutCache:
                 self._kept = json.loads(text)
         return self._kept
 
-    def write(self, key: str, cut: dict[str, Any]) -> None:
+    def write(self, key: dict[str, Any], cut: dict[str, Any]) -> None:
         """Keep a cut; a folder that cannot be written to costs the next run an export."""
         if self._kept is not None and self._kept["key"] == key:
             return

@@ -25,6 +25,7 @@ from rpcmp.pipelining import (
     devices,
     initial_weights,
     layers,
+    optimizer_parts,
     optimizers,
     parameter_names,
     partition,
@@ -107,7 +108,10 @@ def assign(
         for layer in names
     }
     known = None
-    if config.refers_to_parameters or config.init is not None:
+    sources = [config.optimizer_of(index) for index in range(config.num_stages)]
+    is_one = config.num_stages > 1 and all(source == sources[0] for source in sources)
+    tries_parts = is_one and not optimizer_parts.is_torchs_own(sources[0])
+    if config.refers_to_parameters or config.init is not None or tries_parts:
         known = parameter_names.named_parameters_of(config, layers_of_stages)
     weights = _weights_of_layers(config, stage_of, known)
     names_of = dict.fromkeys(stage_of) if known is None else known
@@ -121,6 +125,12 @@ def assign(
     ]
     if known is not None:
         _check_names(config, known, stage_of)
+    if known is not None and tries_parts:
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {stage: {} for stage in config.stage_names}
+        for layer, named in known.items():
+            own = named.trained - set(config.tied_to)
+            shapes[stage_of[layer]] |= {n: each for n, each in named.shapes.items() if n in own}
+        optimizer_parts.require_separable(sources[0], list(shapes.values()))
     return [
         Assignment(
             config=config,

@@ -12,6 +12,7 @@ A run may start from given weights: see `initial_weights`.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,19 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
             raise ConfigError(f"{model.source} names two layers {name!r}")
         layers[name] = layer
     _check_names(list(layers), model.source)
-    ready = {name: layer() for name, layer in layers.items() if isinstance(layer, _Ready)}
-    _refuse_shared_parameters(ready)
+    _refuse_shared_parameters({name: layer() for name, layer in _ready(layers).items()})
     return layers
+
+
+def _ready(layers: Mapping[str, LayerFactory]) -> dict[str, LayerFactory]:
+    """Return the layers that are modules already, or functions that may return the same one."""
+    holders = defaultdict[int, set[str]](set)
+    for name, layer in layers.items():
+        for each in importing.held_by(layer):
+            if isinstance(each, nn.Module):
+                holders[id(each)].add(name)
+    shared = set[str]().union(*(names for names in holders.values() if len(names) > 1))
+    return {n: each for n, each in layers.items() if isinstance(each, _Ready) or n in shared}
 
 
 def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:

@@ -34,11 +34,13 @@ class Named(NamedTuple):
         parameters: dtype and shape, such as "torch.float32 of shape (3, 4)".
         trained: names of those that are not frozen.
         state: names in its state_dict.
+        shapes: of the parameters.
     """
 
     parameters: dict[str, str]
     trained: set[str]
     state: list[str]
+    shapes: dict[str, tuple[int, ...]]
 
 
 def named_parameters_of(
@@ -73,6 +75,7 @@ def _named(module: nn.Module, prefix: str, frozen: bool) -> Named:
         },
         {name for name, value in parameters.items() if value.requires_grad and not frozen},
         [prefix + name for name in module.state_dict()],
+        {name: tuple(value.shape) for name, value in parameters.items()},
     )
 
 

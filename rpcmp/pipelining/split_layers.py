@@ -22,7 +22,12 @@ from rpcmp.config.schema import Config
 from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import random_streams
-from rpcmp.splitting.building import build_without_weights, init_at, require_plain
+from rpcmp.splitting.building import (
+    build_without_weights,
+    init_at,
+    require_own_memory,
+    require_plain,
+)
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import Split
 from rpcmp.splitting.weights import tensors_of
@@ -87,6 +92,7 @@ def build_module(config: Config) -> nn.Module:
             f"model.module = {model.module!r} returns {type(module).__name__}, not an nn.Module"
         )
     require_plain(module, f"model.module = {model.module!r}")
+    module.train()  # as before any training: some freeze parts of themselves there
     return module
 
 
@@ -100,7 +106,9 @@ def build_skeleton(config: Config) -> nn.Module:
             return build_without_weights(functools.partial(build_module, config))
     except Exception:
         with torch.device("cpu"):
-            return build_module(config)
+            module = build_module(config)
+        require_own_memory(module)
+        return module
 
 
 class _WeightSource:

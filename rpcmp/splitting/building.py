@@ -136,6 +136,7 @@ def build_without_weights(make: Callable[[], Module]) -> Module:
     build = _Build()
     with _under_way(build), _on_meta():
         module = make()
+    require_own_memory(module)  # before each parameter gets its own
     if build.has_parts:  # what is around them needs values, also if it came before
         with _under_way(_Build(parts=True)):
             module = make()
@@ -187,6 +188,50 @@ def _on_meta() -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def require_own_memory(module: nn.Module) -> None:
+    """Refuse parameters that share memory with another one, or with a buffer.
+
+    One tensor under several names is known as such; two that are views of the same memory would
+    be two on hosts apart, and wherever weights are loaded.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    named = [
+        *module.named_parameters(),
+        *((name, buffer) for name, buffer in module.named_buffers() if buffer is not None),
+    ]
+    seen: dict[int, list[tuple[str, Tensor, Any]]] = {}
+    for name, tensor in named:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # it has none, such as a sparse one
+            continue
+        for other, beside, _ in seen.setdefault(id(storage), []):
+            has_parameter = any(isinstance(each, nn.Parameter) for each in (tensor, beside))
+            if has_parameter and _overlap(tensor, beside):
+                raise ConfigError(
+                    f"{other!r} and {name!r} share memory without being one parameter, which no "
+                    "state dict shows: assign the parameter itself (`a.weight = b.weight`), and "
+                    "transpose it in the forward"
+                )
+        seen[id(storage)].append((name, tensor, storage))  # kept, so no id comes twice
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if not one.numel() or not other.numel():
+        return False
+    (first, first_end), (second, second_end) = (
+        (each.storage_offset(), each.storage_offset() + _extent(each)) for each in (one, other)
+    )
+    return bool(first < second_end and second < first_end)
+
+
+def _extent(tensor: Tensor) -> int:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
 WRAPPERS = {

@@ -15,13 +15,14 @@ the model: two layers would hold one parameter, or a value would no longer chang
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
+from torch.nn.utils import parametrize
 
 from rpcmp.errors import ConfigError, did_you_mean, nearest
 from rpcmp.splitting import regions
@@ -33,33 +34,62 @@ def find_blocks(module: nn.Module, patterns: Collection[str] = ()) -> list[str]:
     """Return the names of the blocks, in the order of the module's children.
 
     Args:
-        patterns: of names, with * and ?; without any, the outermost repeated blocks.
+        patterns: of names, with * and ?; without any, the outermost repeated blocks, or else what
+            follows each other in an nn.Sequential. Of a pattern's submodules the outermost count.
 
     Raises:
         ConfigError: a pattern fits no submodule, or two blocks lie in each other.
     """
     if not patterns:
-        return list(_repeated(module))
+        return list(_children(module, _is_repeated)) or list(_children(module, _is_sequence))
     names = [name for name, _ in module.named_modules() if name]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(nearest(pattern, names))
             raise ConfigError(f"split: {pattern!r} fits no submodule of the model{hint}")
-    blocks = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    found = [name for pattern in patterns for name in _outermost(names, pattern)]
+    blocks = [name for name in names if name in found]
     for outer, inner in ((a, b) for a in blocks for b in blocks if b.startswith(f"{a}.")):
         raise ConfigError(f"split: {inner!r} lies in {outer!r}: name one of them")
     return blocks
 
 
-def _repeated(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the outermost children of lists whose children are all of one class."""
+def _outermost(names: Sequence[str], pattern: str) -> list[str]:
+    """Return the names that fit a pattern, but for those within another one: a * fits dots."""
+    fitting = [name for name in names if fnmatchcase(name, pattern)]
+    inner = {b for a in fitting for b in fitting if b.startswith(f"{a}.")}
+    return [name for name in fitting if name not in inner]
+
+
+def _children(
+    module: nn.Module, is_list: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[str]:
+    """Yield the names of the children of the outermost modules that are such lists."""
+    if is_list(module):
+        yield from (f"{prefix}{name}" for name, _ in module.named_children())
+        return
     for name, child in module.named_children():
-        inner = dict(child.named_children())
-        is_list = isinstance(child, nn.ModuleList | nn.Sequential)
-        if is_list and len(inner) > 1 and len({type(each) for each in inner.values()}) == 1:
-            yield from (f"{prefix}{name}.{each}" for each in inner)
-        else:
-            yield from _repeated(child, f"{prefix}{name}.")
+        yield from _children(child, is_list, f"{prefix}{name}.")
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """Whether a module is a list whose children are all of one class."""
+    kinds = [_kind(each) for each in module.children()]
+    return _is_list(module) and len(kinds) > 1 and len({*kinds}) == 1
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and len(module) > 1
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _kind(module: nn.Module) -> type:
+    """Return a module's class; of a parametrized one, which has a class of its own, that below."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 @dataclass

@@ -178,6 +178,11 @@ class Guard:
                 "module was cut: draw from torch's own generator, by operations on tensors, or "
                 f"{BY_HAND}"
             )
+        if flags := [name for name, kind in kinds.items() if kind == "flag"]:
+            raise self._error(
+                f"changes {some_of(flags)} in its forward, which its layers do not: freeze "
+                f"parameters in the constructor, or by `frozen` of their stage, or {BY_HAND}"
+            )
         counts = {name for name, kind in kinds.items() if kind == "number"}
         if turn and (counted := counts & self._changed_before):  # and no cache of the first call
             raise self._error(

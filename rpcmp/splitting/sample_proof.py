@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpcmp.errors import one_line
 from rpcmp.splitting.comparison import some_rows_differ
 from rpcmp.splitting.side_by_side import SideBySide, backward, drawn
 
@@ -45,7 +46,12 @@ def require_independent(pair: SideBySide, batches: Sequence[Any]) -> None:
         gradient if is_one else None
         for gradient, is_one in zip(drawn(whole, 1.0), of_samples, strict=True)
     ]
-    backward(whole, gradients)
+    try:
+        backward(whole, gradients)
+    except RuntimeError as error:
+        raise pair.error(
+            f"cannot be differentiated after a further forward ({one_line(error)}): {BY_PARTS}"
+        ) from error
     expected = dict(pair.gradients())
     pair.give(before)
     parts = _outputs_apart(pair, batches, gradients)

@@ -10,15 +10,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import os
 import random
 import sys
 import sysconfig
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy.random
@@ -28,10 +31,11 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 TORCH = Path(torch.__file__).parent
+OWN = Path(__file__).parents[1]
 OWN_FIELDS = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, hooks, its mode."""
 
-MAX_DEPTH, MAX_ITEMS = 4, 1000
+MAX_DEPTH, MAX_ITEMS, MAX_BYTES = 4, 1000, 2**20
 """How far into attributes a state is followed."""
 
 CHECKPOINT = "CheckpointFunction"
@@ -47,7 +51,8 @@ class SideEffects:
         hooks: places at which a forward has put a hook on a tensor.
         has_checkpoints: whether activations were checkpointed in the reentrant way.
         changed: names of attributes and globals that a forward has changed, and of generators that
-            it has drawn from, by what they hold: "number", "tensor" or "generator".
+            it has drawn from, by what they hold: "number", "tensor", "generator", or "flag", which
+            says whether a parameter is trained.
     """
 
     functions: list[str] = field(default_factory=list)
@@ -68,7 +73,7 @@ def observed(module: nn.Module) -> Iterator[SideEffects]:
     """Note what the forward of a module does besides computing, in this block."""
     before = _state(module)
     seen = SideEffects()
-    with _noted_hooks(seen):
+    with noted_hooks(seen):
         yield seen
     after = _state(module)
     for name, (kind, value) in after.items():
@@ -138,15 +143,21 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return [
         f"{name or 'the module'} ({type(part).__name__})"
         for name, part in module.named_modules()
-        if part._backward_hooks or part._backward_pre_hooks
+        if has_backward_hooks(part)
     ]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that see or change gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 @contextlib.contextmanager
-def _noted_hooks(seen: SideEffects) -> Iterator[None]:
+def noted_hooks(seen: SideEffects) -> Iterator[None]:
+    """Note where hooks are put on tensors in this block, other than by torch or rpcmp."""
     originals = {name: getattr(Tensor, name) for name in HOOKS}
 
     def noting(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +181,7 @@ def _own_line() -> str:
     """Return the line that called, "net.py:12"; empty if it is torch's."""
     caller = traceback.extract_stack(limit=3)[0]
     path = Path(caller.filename)
-    return "" if TORCH in path.parents else f"{path.name}:{caller.lineno}"
+    return "" if {TORCH, OWN} & {*path.parents} else f"{path.name}:{caller.lineno}"
 
 
 def _place_of(kind: type[Function]) -> str:
@@ -187,6 +198,8 @@ def _state(module: nn.Module) -> dict[str, tuple[str, Any]]:
         "Python's random": ("generator", random.getstate()),
         "numpy.random": ("generator", str(numpy.random.get_state(legacy=False))),
     }
+    for name, parameter in module.named_parameters():
+        found[f"{name}.requires_grad"] = ("flag", parameter.requires_grad)
     kinds: dict[type, None] = {}
     for path, part in module.named_modules():
         own = {key: value for key, value in vars(part).items() if key not in OWN_FIELDS}
@@ -194,20 +207,46 @@ def _state(module: nn.Module) -> dict[str, tuple[str, Any]]:
             found[f"{path}.{key}" if path else key] = _value(value, MAX_DEPTH)
         kinds |= dict.fromkeys(kind for kind in type(part).__mro__ if _is_users(kind))
     for kind in kinds:
-        for key, value in vars(kind).items():
-            if not key.startswith("__"):
-                found[f"{kind.__name__}.{key}"] = _value(value, 1)
-    for name in dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules):
-        for key, value in vars(sys.modules[name]).items():
+        found |= _class_state(kind)
+    of_classes = [kind.__module__ for kind in kinds if kind.__module__ in sys.modules]
+    for name in dict.fromkeys([*of_classes, *users_modules()]):
+        for key, value in list(vars(sys.modules[name]).items()):
             if not key.startswith("__"):
                 found[f"{name}.{key}"] = _value(value, 2)
+                if isinstance(value, type) and value.__module__ == name:
+                    found |= _class_state(value)
     return found
+
+
+def _class_state(kind: type) -> dict[str, tuple[str, Any]]:
+    own = [(key, value) for key, value in vars(kind).items() if not key.startswith("__")]
+    return {f"{kind.__name__}.{key}": _value(value, 1) for key, value in own}
+
+
+def users_modules() -> list[str]:
+    """Return the names of the modules that are imported and the user's own, or a job's."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if not name.startswith(OURS) and is_users(getattr(module, "__file__", None))
+    ]
+
+
+OURS = ("rpcmp", "tests", "_", "pytest", "conftest")
+"""Beginnings of names of modules that no job's code is in, or whose counters are their own."""
 
 
 def _is_users(kind: type) -> bool:
     """Whether a class is the user's own: those of packages have counters of their own."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if path is None or Path(sysconfig.get_path("stdlib")) in Path(path).parents:
+    return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
+
+
+@functools.cache
+def is_users(path: str | None) -> bool:
+    """Whether a file is the user's own, and of no package that is installed."""
+    if path is None or not os.path.isabs(path):
+        return False
+    if Path(sysconfig.get_path("stdlib")) in Path(path).parents:
         return False
     return not {"site-packages", "dist-packages"} & {*Path(path).parts}
 
@@ -215,10 +254,14 @@ def _is_users(kind: type) -> bool:
 def _value(value: Any, depth: int) -> tuple[str, Any]:
     """Return what kind of state a value is, and something that differs once it has changed."""
     match value:
+        case float() if value != value:
+            return "number", "NaN"
         case None | bool() | int() | float() | str() | bytes():
             return "number", value
         case Tensor():
             return "tensor", (id(value), value._version)
+        case random.SystemRandom():  # has no state
+            return "generator", None
         case random.Random():
             return "generator", value.getstate()
         case numpy.random.Generator():
@@ -227,13 +270,13 @@ def _value(value: Any, depth: int) -> tuple[str, Any]:
             return "generator", str(value.get_state(legacy=False))
         case torch.Generator():
             return "tensor", _state_of(value)
-        case ModuleType():
-            return "number", None
-        case _ if callable(value):  # code, or a module: one of its own, or another's
+        case numpy.ndarray():
+            return "number", (id(value), value.tobytes() if value.nbytes <= MAX_BYTES else b"")
+        case ModuleType() | type() | nn.Module() | BuiltinFunctionType() | FunctionType():
             return "number", None
         case Mapping():
             return _several(list(value.items())[:MAX_ITEMS], depth)
-        case list() | tuple() | set() | frozenset():
+        case list() | tuple() | set() | frozenset() | deque():
             return _several(list(value)[:MAX_ITEMS], depth)
         case _ if hasattr(value, "__next__"):
             return "number", repr(value)  # of itertools.count, where it is

@@ -11,6 +11,7 @@ Buffers that no state dict has are copied into each layer that reads them.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx, nn
 
 from rpcmp.config.types import COPY
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, some_of
 from rpcmp.splitting.cutting import BlockGraph, LayerMap, alive, paths_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -73,11 +76,24 @@ class _Names:
     def __init__(self, module: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks = tuple(f"{block}." for block in blocks)
         self.tensors = tensors_of(module)
-        self.stored = set(module.state_dict())
+        stored = module.state_dict().keys()
+        self.stored = self.tensors.keys() & stored
+        if others := sorted(stored - self.stored):
+            log.warning("%s: in no checkpoint and no export, being no tensors", some_of(others))
         same: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in self.tensors.items():
             same[id(tensor)].append(name)
         self._same = same
+        hidden = [
+            names[0]
+            for names in same.values()
+            if isinstance(self.tensors[names[0]], nn.Parameter) and not self.stored & {*names}
+        ]
+        if hidden:
+            raise ConfigError(
+                f"{type(module).__name__}.state_dict leaves out the parameters {some_of(hidden)}, "
+                "which no checkpoint would have: return all of them, and choose when you load"
+            )
 
     def all_of(self, name: str) -> list[str]:
         """Return the names of what has this one; those that a state dict has come first."""

@@ -5,17 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor, nn
+
+from rpcmp.errors import some_of
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import MicrobatchMeta
-from rpcmp.splitting.side_effects import functions_of
+from rpcmp.splitting.layer import SplitLayer
+from rpcmp.splitting.side_effects import (
+    SideEffects,
+    functions_of,
+    has_backward_hooks,
+    noted_hooks,
+)
 from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.injected_gradients import require_one_addition
 from rpcmp.worker.inner_gradients import whole_derivatives
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.objective import rows
+from rpcmp.worker.parameter_hooks import require_linear
+from rpcmp.worker.training_check import (
+    quiet,
+    require_independent,
+    require_linear_backward,
+    require_unmoved,
+)
 
 SAMPLES = 4
-"""That are looked at; two parts of two, which batch normalization needs."""
+"""That gradients of Functions are looked at for; two parts of two: batch normalization is on."""
 
 
 class FirstForward:
@@ -31,6 +47,7 @@ class FirstForward:
         self._inputs: list[Any] = []
         self._before: list[Any] | None = None
         self._functions: list[str] = []
+        self._hooks: list[str] = []
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         """Return the outputs of a micro-batch.
@@ -39,35 +56,49 @@ class FirstForward:
             ConfigError: the forward asks for a derivative that it would get a part of.
         """
         entered = [each.grad_fn for each in pytree.tensors(inputs)]
-        with whole_derivatives(inputs, self._partial):
+        seen = SideEffects()
+        with whole_derivatives(inputs, self._partial), noted_hooks(seen):
             outputs = self._model.forward(inputs, meta)
-        self._inputs = inputs
+        self._inputs, self._hooks = inputs, seen.hooks
         self._functions = functions_of(pytree.tensors(outputs), entered).functions
         return outputs
 
     def check(self, meta: MicrobatchMeta) -> bool:
-        """Check the micro-batch's Functions, if it has called any; False: the next one is needed.
+        """Check the micro-batch's forward; False: the next one is needed, too.
 
         Raises:
-            ConfigError: they add gradients of their own, another sum for other micro-batches.
+            ConfigError: what it computes or keeps is another sum for other micro-batches.
         """
         if not self._adds_up or meta.round.num_microbatches == 1:
-            return True
-        state = ForwardState(self._model.stateful())
-        if self._model.compiles and self._before is None:
-            self._functions = self._seen_eagerly(meta, state)
-        if not self._functions:
             return True
         if meta.num_samples == 1 and self._before is None:
             self._before = self._inputs
             return False
-        require_one_addition(
-            self._functions,
-            lambda inputs: self._model.forward(inputs, meta, eagerly=True),
-            self._parts(meta.num_samples),
-            (parameter for _, parameter in self._model.named_parameters()),
-            state,
-        )
+        state = self._model.forward_state()
+        parts, counts = self._parts(meta.num_samples, 2)
+        other = meta._replace(number=meta.number + 1)
+
+        def forward(inputs: list[Any], draws_others: bool = False) -> Any:
+            own = pytree.map_tensors(Tensor.clone, inputs)  # it may write to them
+            return self._model.forward(own, other if draws_others else meta, eagerly=True)
+
+        require_linear(self._model.named_parameters())
+        modules = [*self._model.modules()]
+        with quiet(modules):
+            require_unmoved(forward, parts[0], state, self._model.watch)
+            if not any(
+                isinstance(each, SplitLayer) for each in modules
+            ):  # was asked when it was cut
+                require_independent(forward, parts, counts, state)
+        functions = self._seen_eagerly(meta, state) if self._model.compiles else self._functions
+        trained = [each for _, each in self._model.named_parameters() if each.requires_grad]
+        if functions:
+            some, _ = self._parts(meta.num_samples, SAMPLES)
+            require_one_addition(functions, forward, some, trained, state)
+        if changing := [*functions, *self._hooks, *_with_backward_hooks(modules)]:
+            with quiet(modules):
+                what = f"{some_of(changing)} changes gradients"
+                require_linear_backward(forward, parts, counts, trained, state, what)
         return True
 
     def _seen_eagerly(self, meta: MicrobatchMeta, state: ForwardState) -> list[str]:
@@ -81,15 +112,22 @@ class FirstForward:
         entered = [each.grad_fn for each in pytree.tensors(self._inputs)]
         return functions_of(pytree.tensors(outputs), entered).functions
 
-    def _parts(self, samples: int) -> tuple[list[Any], list[Any]]:
+    def _parts(
+        self, samples: int, most: int
+    ) -> tuple[tuple[list[Any], list[Any]], tuple[int, int]]:
+        """Return inputs of some samples and of some more, and how many these are."""
         if self._before is not None:
-            return self._before, self._inputs
+            return (self._before, self._inputs), (1, 1)
         sizes = [each.shape[0] for each in pytree.tensors(self._inputs) if each.dim()]
         tokens = max((size for size in sizes if size % samples == 0), default=samples)
-        count = min(samples, SAMPLES)
+        count = min(samples, most)
         half = count // 2
         first, second = (
             rows(self._inputs, start, end, samples, tokens)
             for start, end in ((0, half), (half, count))
         )
-        return first, second
+        return (first, second), (half, count - half)
+
+
+def _with_backward_hooks(modules: Sequence[nn.Module]) -> list[str]:
+    return [f"a hook of {type(each).__name__}" for each in modules if has_backward_hooks(each)]

@@ -25,7 +25,6 @@ from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_er
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Received, to_wire_dtype
 from rpcmp.worker.first_forward import FirstForward
-from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter
@@ -88,7 +87,7 @@ class Execution:
         self._splitter = Splitter()
         self._wire_dtype = wire_dtype
         self._loss_scale = loss_scale
-        self._state = ForwardState(model.stateful()) if recompute else None
+        self._state = model.forward_state() if recompute else None
 
     def receive(self, answers: list[StageOutputs]) -> Received:
         """Start to copy a micro-batch's inputs, which the targets follow if a sink needs them."""

@@ -11,11 +11,12 @@ tokenizer, is taken for a constant.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy.random
@@ -92,6 +93,13 @@ Modules = Sequence[tuple[str, nn.Module]]
 """Modules with a prefix of their names, such as "encoder."; several may have the same."""
 
 
+class Stateful(NamedTuple):
+    """What may have a state: modules, and others that have attributes, by name."""
+
+    modules: Modules
+    objects: Sequence[tuple[str, Any]] = ()
+
+
 class ForwardState:
     """The buffers and attributes of some modules.
 
@@ -106,8 +114,8 @@ class ForwardState:
     def __init__(
         self,
         modules: Modules,
-        renormalized: bool = False,
         objects: Sequence[tuple[str, Any]] = (),
+        renormalized: bool = False,
     ) -> None:
         self._parts, self._renormalized = _parts(modules), renormalized
         self._objects = objects
@@ -152,10 +160,7 @@ class ForwardState:
         self._known += [place for place in self._all() if place.id not in known]
 
     def _all(self) -> list[StatePlace]:
-        places = [*_places(self._parts)]
-        for name, value in self._objects:
-            places += _attributes(name, value)
-        return places
+        return [*_all_places(self._parts, self._objects)]
 
 
 PROBED = 256
@@ -195,13 +200,18 @@ class ChangedAttributes:
 
     Args:
         device: of the stage.
+        objects: others that have attributes, by name.
     """
 
-    def __init__(self, modules: Modules, device: torch.device) -> None:
-        self._parts, self._device = _parts(modules), device
+    def __init__(
+        self, modules: Modules, device: torch.device, objects: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        self._parts, self._device, self._objects = _parts(modules), device, objects
         stored = {prefix + name for prefix, module in modules for name in module.state_dict()}
         self._first = {
-            place.id: _copied(place) for place in _places(self._parts) if place.name not in stored
+            place.id: _copied(place)
+            for place in _all_places(self._parts, self._objects)
+            if place.name not in stored
         }
         self._stored = stored
         self._changed: dict[tuple[str, int], StatePlace] = {}
@@ -211,7 +221,7 @@ class ChangedAttributes:
         """Return what has changed, by name: trees of tensors, numbers and texts."""
         if self._looks < LOOKS:
             self._looks += 1
-            for place in _places(self._parts):
+            for place in _all_places(self._parts, self._objects):
                 first = self._first.get(place.id)
                 if place.name not in self._stored and (first is None or first.has_changed):
                     self._changed[place.id] = place
@@ -238,7 +248,7 @@ class ChangedAttributes:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put back what `read` has returned, as far as it is of these modules."""
-        known = {place.name: place for place in _places(self._parts)}
+        known = {place.name: place for place in _all_places(self._parts, self._objects)}
         for name, value in values.items():
             if (place := known.get(name) or self._new_place(name)) is None:
                 continue  # of a layer that another stage has now
@@ -259,6 +269,27 @@ def _parts(modules: Modules) -> list[tuple[str, nn.Module]]:
         for prefix, module in modules
         for path, part in module.named_modules()
     ]
+
+
+def _all_places(
+    parts: Iterable[tuple[str, nn.Module]], objects: Iterable[tuple[str, Any]]
+) -> Iterator[StatePlace]:
+    yield from _places(parts)
+    for name, value in objects:
+        yield from _attributes(name, value)
+        yield from _globals(name, value)
+
+
+def _globals(name: str, function: Any) -> Iterator[StatePlace]:
+    """Yield the globals that a function's code has the names of, as far as they may change."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, FunctionType):
+        function = vars(type(function)).get("__call__")
+    if isinstance(function, FunctionType):
+        for each in function.__code__.co_names:
+            if _is_plain(function.__globals__.get(each, function)):
+                yield StatePlace(f"{name}.{each}", function.__globals__, each)
 
 
 def _places(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[StatePlace]:
@@ -285,7 +316,7 @@ def _attributes(name: str, value: Any, depth: int = 1) -> Iterator[StatePlace]:
 
 def _is_plain(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (*ATOMS, *GENERATORS, Tensor, numpy.ndarray, numpy.generic)):
-        return not isinstance(value, nn.Parameter)
+        return not isinstance(value, nn.Parameter | random.SystemRandom)  # that has no state
     if not isinstance(value, SEVERAL) or not depth:
         return False
     inner = value.values() if isinstance(value, dict) else value

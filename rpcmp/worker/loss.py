@@ -25,7 +25,7 @@ from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
-from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch, Stateful
 from rpcmp.worker.objective import Objective
 
 LOSS = "loss"
@@ -59,8 +59,11 @@ class SinkLoss:
         self._loss = importing.load_function(config.loss, "loss")
         if isinstance(self._loss, nn.Module):
             self._loss.to(device)
+            if not type(self._loss).__module__.startswith("torch."):
+                _require_no_parameters(config.loss, type(self._loss).forward)
         else:
             _require_no_parameters(config.loss, self._loss)
+        self._name = f"loss = {config.loss.callable!r}"
         self._sums_samples = _option(self._loss, "reduction") == "sum"
         is_meant = config.weighing is not None or config.loss_scope is not None
         self._may_miscount = not is_meant and _is_cross_entropy(self._loss)
@@ -91,6 +94,16 @@ class SinkLoss:
         if not isinstance(self._loss, nn.Module):
             return None
         return self._loss if any(True for _ in _tensors(self._loss)) else None
+
+    @property
+    def state(self) -> Stateful:
+        """What the loss may change."""
+        return stateful_parts(self._loss)
+
+    def set_mode(self, training: bool) -> None:
+        """Call `train` of a loss that is a module."""
+        if isinstance(self._loss, nn.Module):
+            self._loss.train(training)
 
     def prove(
         self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None
@@ -137,6 +150,11 @@ class SinkLoss:
     def _call(self, outputs: Any, targets: Any) -> Tensor:
         with self._autocast:
             loss: Tensor = self._loss(self._view(outputs), targets)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"{self._name} returns {pytree.describe(loss)}, and not a tensor: return the loss "
+                "alone, and make [metrics] of the rest"
+            )
         return loss
 
     def _warn(self, targets: Any, meta: MicrobatchMeta) -> None:
@@ -155,8 +173,15 @@ class SinkLoss:
         return pytree.map_tensors(lambda tensor: tensor.to(self._device), value)
 
 
-LOOKED_AT = (1, 2, 4, 8, 16, 32)
-"""Training rounds whose micro-batches are compared: the first may have no padding, by chance."""
+EACH_OF = 8
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether a round's micro-batches are compared: the first may have no padding, by chance.
+
+    Each of the first, and then fewer and fewer: of twice as many rounds one more.
+    """
+    return number <= EACH_OF or number.bit_count() == 1
 
 
 class _FirstRounds:
@@ -171,10 +196,10 @@ class _FirstRounds:
         metrics: Mapping[str, Callable[..., Any]],
         is_low: bool,
     ) -> None:
-        is_module = isinstance(loss, nn.Module)
-        state = ForwardState(
-            [(f"{LOSS}.", loss)] if is_module else [], objects=() if is_module else [(LOSS, loss)]
-        )
+        state = ForwardState(*stateful_parts(loss))
+        self._its, self._may_miscount = loss, _is_cross_entropy(loss) and config.weighing is None
+        self._frozen = _frozen_in(loss)
+        self._watch: ParameterWatch | None = None
         weigh, self._is_known = None, True
         if config.weighing is not None:
             try:
@@ -198,13 +223,16 @@ class _FirstRounds:
         if meta.round.number != self._last:
             self._last = meta.round.number
             self._rounds[training] += 1
+            if training and is_looked_at(self._rounds[training]):
+                self._require_fixed()
             for each in (self._trained, self._loss, *self._metrics):
                 each.forget()
-        is_due = self._rounds[training] in (LOOKED_AT if training else (1,))
+        is_due = is_looked_at(self._rounds[training]) or self._has_new_gaps(targets)
         if not is_due or meta.round.num_microbatches == 1 or not self._is_known:
             return
         if training:
             self._trained.require_additive(outputs, targets, meta.num_samples)
+            self._require_fixed()
             return
         self._loss.require_additive(outputs, targets, meta.num_samples)
         for metric in self._metrics:
@@ -213,25 +241,49 @@ class _FirstRounds:
             except ConfigError as error:  # it decides nothing of what is trained
                 warnings.warn(str(error), stacklevel=1)
 
+    def _require_fixed(self) -> None:
+        """Check that frozen parameters, which no snapshot has, are as they were.
+
+        Raises:
+            ConfigError: the loss has changed one.
+        """
+        if self._watch is None:
+            self._watch = ParameterWatch(self._frozen)
+        if changed := self._watch.changed():
+            raise ConfigError(
+                f"the loss changes its frozen parameter {changed!r}, which is taken for a constant "
+                "and in no snapshot and checkpoint: make it a buffer (`register_buffer`)"
+            )
+
+    def _has_new_gaps(self, targets: Any) -> bool:
+        """Whether a cross entropy leaves out targets that it may not have left out before.
+
+        Only where a look at them costs nothing: the host would wait for another device.
+        """
+        tensors = pytree.tensors(targets)
+        is_on_host = all(each.device.type == "cpu" for each in tensors)
+        return self._may_miscount and is_on_host and bool(_uncounted(self._its, targets))
+
 
 def _require_no_parameters(source: Factory, loss: Any) -> None:
-    """Refuse a loss that is no module and has one, whose parameters nobody would train."""
-    if any(map(_has_parameters, _held_by(loss))):
+    """Refuse a loss that reads parameters which are not its own, and which nobody would train."""
+    if any(map(_has_parameters, importing.held_by(loss))):
         raise FactoryError(
-            f"loss = {source.callable!r} has parameters, and is no nn.Module: they would never be "
-            "trained; make it an nn.Module"
+            f"loss = {source.callable!r} has parameters that are none of its own as an nn.Module: "
+            "they would never be trained, and are others than the model's; make it an nn.Module "
+            "that has them, freeze them, or let the model return what the loss needs of it"
         )
 
 
-def _held_by(function: Any) -> Iterator[Any]:
-    """Yield what a callable has: attributes, what it is a method of, arguments, its closure."""
-    yield from vars(function).values() if hasattr(function, "__dict__") else ()
-    yield getattr(function, "__self__", None)
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            yield cell.cell_contents
+def stateful_parts(loss: Any) -> Stateful:
+    if isinstance(loss, nn.Module):
+        return Stateful([(f"{LOSS}.", loss)])
+    return Stateful([], [(LOSS, loss)])
+
+
+def _frozen_in(loss: Any) -> dict[str, nn.Parameter]:
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    return {f"{LOSS}.{name}": each for name, each in named if not each.requires_grad}
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -43,6 +43,7 @@ from rpcmp.worker.forward_state import (
     ForwardState,
     ParameterWatch,
     StateCopy,
+    Stateful,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
 
@@ -125,9 +126,10 @@ class StageModel:
                 last.as_returned if isinstance(last, SplitLayer) else None,
             )
             self._store(self._loss.module)
-        self._state = ForwardState(self.stateful(), renormalized=True)
+        self._state = self.forward_state(renormalized=True)
         self._before_evaluation: list[StateCopy] = []
-        self.attributes = ChangedAttributes(self.stateful(), self.device)
+        stateful = self._stateful()
+        self.attributes = ChangedAttributes(stateful.modules, self.device, stateful.objects)
         self._base_names = config.base - self.foreign
         self._base_watch: ParameterWatch | None = None
         self._evaluation_watch: ParameterWatch | None = None
@@ -151,8 +153,19 @@ class StageModel:
             log.info("the loss is trained as well: %s", ", ".join(trained))
 
     def stateful(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules with a state, each with the prefix of its names."""
+        """Return the modules that are stored, each with the prefix of its names."""
         return [(self._prefixes[layer], module) for layer, module in self._stored.items()]
+
+    def forward_state(self, renormalized: bool = False) -> ForwardState:
+        """Return all that a forward, or the loss, may change besides parameters."""
+        return ForwardState(*self._stateful(), renormalized=renormalized)
+
+    def _stateful(self) -> Stateful:
+        modules = [(self._prefixes[layer], module) for layer, module in self._modules.items()]
+        if self._loss is None:
+            return Stateful(modules)
+        loss = self._loss.state
+        return Stateful([*modules, *loss.modules], loss.objects)
 
     def put_back(self) -> None:
         """Undo what an evaluation has changed, before anything reads or trains the stage."""
@@ -234,6 +247,8 @@ class StageModel:
             self._training = training
             for module in self._modules.values():
                 module.train(training)
+            if self._loss is not None:
+                self._loss.set_mode(training)
 
     def loss(
         self, outputs: Any, targets: Any, meta: MicrobatchMeta, weight: LossWeight | None = None

@@ -23,11 +23,15 @@ from torch import Tensor
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.weight_grad import saves_otherwise
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 """How far two results may be apart, in parts of the largest of them; LOW_ROUNDING of others."""
 
 LOW_ROUNDING = 0.02
+
+MOST_KEPT = 2**20
+"""Elements of outputs that are kept for the next micro-batch; of more, those of one sample."""
 
 LEAST = 1e-30
 """A loss that counts as zero."""
@@ -78,16 +82,15 @@ class Objective:
         self._last = None
 
     def require_additive(self, outputs: Any, targets: Any, samples: int) -> None:
-        """Check one micro-batch, or together with the one before if each is a single sample.
+        """Check one micro-batch, and the one before together with it.
 
         Raises:
             ConfigError: its parts have another loss than the whole.
         """
         if self._is_given_up:
             return
-        # Copies: without a tape, a loss may write to what it gets.
-        own = _leaf if self._is_trained else Tensor.clone
-        outputs = pytree.map_tensors(own, outputs)
+        if self._is_trained:
+            outputs = pytree.map_tensors(_leaf, outputs)
         before = self._state.copy()
         try:
             with random_streams.kept(), torch.set_grad_enabled(self._is_trained), own_tape():
@@ -100,16 +103,19 @@ class Objective:
             self._state.put_back(before)
 
     def _try(self, whole: Part) -> None:
-        if whole.samples == 1:
-            last, self._last = self._last, whole
-            if last is None:
-                return
-            parts = [last, whole]
-            outputs, targets = map(joined, last[:2], whole[:2])
-            whole = Part(outputs, targets, 2)
-        else:
+        if whole.samples > 1:
             first = max(1, whole.samples // 3)  # unequal parts: equal ones may be equal by chance
-            parts = [whole.rows(0, first), whole.rows(first, whole.samples)]
+            self._try_parts(whole, [whole.rows(0, first), whole.rows(first, whole.samples)])
+        # Also with the one before: each of them may be even in itself, such as in its padding.
+        size = sum(each.numel() for each in pytree.tensors(whole.outputs))
+        last, self._last = self._last, (whole if size <= MOST_KEPT else whole.rows(0, 1)).copy()
+        if last is not None and not self._is_given_up:
+            outputs, targets = map(joined, last[:2], self._last[:2])
+            self._try_parts(
+                Part(outputs, targets, last.samples + self._last.samples), [last, self._last]
+            )
+
+    def _try_parts(self, whole: Part, parts: list[Part]) -> None:
         begun = self._state.copy()
         value = self._value(whole)
         if self._is_trained:
@@ -186,7 +192,8 @@ class Objective:
         return max(ROUNDING.get(each.dtype, LOW_ROUNDING) for each in (value, *floating))
 
     def _value(self, part: Part) -> Tensor:
-        value = self._call(part.outputs, part.targets)
+        # Copies: a loss may write to what it gets.
+        value = self._call(*(pytree.map_tensors(Tensor.clone, each) for each in part[:2]))
         if isinstance(value, Tensor) and value.numel() == 1:
             return value.reshape(())
         return torch.tensor(float(value))
@@ -201,7 +208,12 @@ class Objective:
 
 
 def own_tape() -> contextlib.AbstractContextManager[object]:
-    """Keep what a backward needs in this block: around it a stage may drop it, see `recompute`."""
+    """Keep what a backward needs in this block: around it a stage may drop it, see `recompute`.
+
+    Only then: an operation that keeps its own result would keep itself as well, until a backward.
+    """
+    if not saves_otherwise():
+        return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
 
 
@@ -215,6 +227,14 @@ class Part(NamedTuple):
     def rows(self, start: int, end: int) -> Part:
         sizes = start, end, self.samples, self._tokens
         return Part(rows(self.outputs, *sizes), rows(self.targets, *sizes), end - start)
+
+    def copy(self) -> Part:
+        """Return one of its own, which keeps nothing else in memory."""
+        return Part(
+            pytree.map_tensors(lambda each: _leaf(each.clone()), self.outputs),
+            pytree.map_tensors(Tensor.clone, self.targets),
+            self.samples,
+        )
 
     @property
     def _tokens(self) -> int:

@@ -75,7 +75,9 @@ class StageOptimizer(ComputeThreadOwner):
         config = assignment.config
         self._steps_scheduler = config.steps_scheduler("step") and not config.holds_steps
         source = self._source = config.optimizer_of(assignment.stage_index)
-        trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
+        named = dict(model.named_parameters())
+        trained = {n: value for n, value in named.items() if value.requires_grad}
+        self._frozen = {n: value for n, value in named.items() if not value.requires_grad}
         self._trained = list(trained.values())
         self._named = {n: value for n, value in trained.items() if n not in model.foreign}
         self.names = list(self._named)
@@ -92,7 +94,7 @@ class StageOptimizer(ComputeThreadOwner):
         self._optimizer, self._scheduler = self._build(self._named)
         require_steppable(self._optimizer, "optimizer")
         if config.takes_snapshots:
-            if rehearses and not _is_torchs_own(self._optimizer, self._scheduler):
+            if rehearses and not self._is_torchs_own():
                 group_of = functools.partial(optimizers.group_of, source)
                 what = f"optimizer = {type(self._optimizer).__name__}"
                 require_restorable(self._build, self._named, group_of, what)
@@ -254,6 +256,7 @@ class StageOptimizer(ComputeThreadOwner):
         if not self.steps:
             self._tell_untrained()
         self._before_step()  # a replica may have had no forward since an evaluation
+        self._require_frozen()
         if self._optimizer is not None and updates:
             random_streams.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()  # stage.py [13]
@@ -264,6 +267,15 @@ class StageOptimizer(ComputeThreadOwner):
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
         self.report = StepReport(self.steps, *recorder.take(), self._learning_rates())
         return self.report
+
+    def _require_frozen(self) -> None:
+        """Refuse what was frozen when the optimizer was made, and is not any more."""
+        if thawed := [name for name, each in self._frozen.items() if each.requires_grad]:
+            raise ConfigError(
+                f"{some_of(thawed)}: frozen when the stage was built, and trained since step "
+                f"{self.steps + 1}, by no optimizer: let requires_grad be as it is from the start, "
+                "with a rate of zero until then, or --resume with other frozen parameters"
+            )
 
     def _tell_untrained(self) -> None:
         """Name the parameters that the first step leaves as they are, since no gradient came."""
@@ -314,6 +326,18 @@ class StageOptimizer(ComputeThreadOwner):
         require_watching_the_loss(scheduler, self._schedule.callable)
         return optimizer, scheduler
 
+    def _is_torchs_own(self) -> bool:
+        """Whether all is torch's; tests show that this can be restored.
+
+        What a function of the user's returns is not: torch's optimizers take hooks.
+        """
+        sources = [self._source.callable, *([self._schedule.callable] if self._schedule else [])]
+        kinds = [type(each) for each in (self._optimizer, self._scheduler) if each is not None]
+        return all(
+            name.partition(".")[0] == "torch"
+            for name in (*sources, *(kind.__module__ for kind in kinds))
+        )
+
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()
 
@@ -324,13 +348,6 @@ class StageOptimizer(ComputeThreadOwner):
         _ = self._hidden
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(scheduler)
-
-
-def _is_torchs_own(*things: Any) -> bool:
-    """Whether these are torch's, or None; tests show that torch's can be restored."""
-    return all(
-        thing is None or type(thing).__module__.partition(".")[0] == "torch" for thing in things
-    )
 
 
 def _asked(*factories: Factory | None) -> str:

@@ -223,10 +223,26 @@ def install() -> None:
     builtins = torch.jit._builtins._get_builtin_table()
     for name in ("linear", *CONVOLUTIONS):
         before = getattr(F, name)
-        after = _split_linear(before) if name == "linear" else splittable(before)
+        after = _overridable(_split_linear(before) if name == "linear" else splittable(before))
         builtins[id(after)] = builtins[id(before)]
         _installed.append(after)  # no other function may ever get its id
         setattr(F, name, after)
+
+
+def _overridable(operation: Operation) -> Operation:
+    """Let tensors that override torch's functions see the function that has its name now."""
+
+    @functools.wraps(operation)
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = (input, *args, *kwargs.values())
+        if torch.overrides.has_torch_function(given):
+            found: Tensor = torch.overrides.handle_torch_function(
+                call, given, input, *args, **kwargs
+            )
+            return found
+        return operation(input, *args, **kwargs)
+
+    return call
 
 
 def _split_linear(operation: Operation) -> Operation:
@@ -257,8 +273,12 @@ def _is_special(input: Tensor) -> bool:
 
     A checkpoint must save the same tensors in its recomputation, which does not split.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None or torch.is_autocast_enabled(input.device.type)
+    return saves_otherwise() or torch.is_autocast_enabled(input.device.type)
+
+
+def saves_otherwise() -> bool:
+    """Whether hooks on saved tensors are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _trained(*tensors: Tensor | None) -> list[Tensor]:

@@ -309,7 +309,8 @@ def test_a_worker_that_dies_ends_the_pipeline_and_the_next_one_works(
     with lend_servers(2) as servers:
         where = [server.address for server in servers]
         off = {"enabled": False}
-        with rpcmp.launch(config(model=troubled, recovery=off), connect=where) as pipeline:
+        counting = config(model=troubled, recovery=off, loss_scope="micro-batch")
+        with rpcmp.launch(counting, connect=where) as pipeline:
             pipeline.train_step(*batch)
             with pytest.raises(WorkerDiedError, match=r"worker of stage 'stage0'.*signal 9"):
                 pipeline.train_step(*batch)

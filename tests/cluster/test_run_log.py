@@ -36,6 +36,7 @@ def config(job: JobFolder, says: dict[str, str], stages: int = 3, more: str = ""
     entries = ", ".join(f'{name} = "{what}"' for name, what in says.items())
     return job.config(f"""
         steps = 3
+        loss_scope = "micro-batch" # the layers count their forwards
         {more}
         [model]
         layers = "talkative:layers"

@@ -13,5 +13,5 @@ def cut_here(config: Config) -> Config:
         return config
     cache = CutCache(config)
     key, cut = cut_module(config, cache.read())
-    cache.write(key, cut.model_dump())
+    cache.write({"code": key, "environment": {}}, cut.model_dump())
     return config.with_cut(cut)

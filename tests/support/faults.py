@@ -66,6 +66,7 @@ class Faults:
         )
         body = f"""
             steps = {NUM_STEPS}
+            loss_scope = "micro-batch" # the layers count their forwards
             {text}
             [optimizer]
             callable = "faults:WatchedSGD"

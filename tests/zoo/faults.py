@@ -203,7 +203,7 @@ _planted: list[Planted] = []
 
 def _watch_process(planted: Planted) -> None:
     """Report when this worker joins a group and when it saves."""
-    if _planted:
+    if _planted or torch.empty(0).is_meta:  # only names are wanted
         return
     _planted.append(planted)
     join, write = transport.join, stage_state.SnapshotWriter.write

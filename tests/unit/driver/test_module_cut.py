@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -38,14 +39,21 @@ def test_what_was_kept_of_the_same_module_is_not_cut_again(
     assert cut.layers == ["left", "blocks.0", "blocks.1", "blocks.2", "first"]
     assert cut.passing[0] == Passing(values=["float32[*, 8]"], sample_bytes=32)
     assert [layer.name for layer in Split.unpack(cut.split).layers] == cut.layers
-    kept: dict[str, Any] = {"key": key, "cut": cut.model_dump()}
+    kept: dict[str, Any] = {
+        "key": {"code": key, "environment": {"HOME": os.environ["HOME"], "NO_SUCH": None}},
+        "cut": cut.model_dump(),
+    }
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("cut again")
 
     monkeypatch.setattr(module_cut, "split_module", refuse)
     assert cut_module(job(), kept) == (key, cut)
-    for other in ({**kept, "key": "another"}, {**kept, "cut": {**kept["cut"], "split": "damaged"}}):
+    for other in (
+        {**kept, "key": {**kept["key"], "code": "another"}},
+        {**kept, "key": {**kept["key"], "environment": {"NO_SUCH": "set"}}},
+        {**kept, "cut": {**kept["cut"], "split": "damaged"}},
+    ):
         with pytest.raises(AssertionError, match="cut again"):
             cut_module(job(), other)
     with pytest.raises(AssertionError, match="cut again"):

@@ -13,7 +13,8 @@ from rpcmp.job import cut_cache
 from rpcmp.job.cut_cache import CutCache
 
 CUT = {"layers": ["a", "b"]}
-KEPT = {"key": "k", "cut": CUT}
+KEY = {"code": "k", "environment": {}}
+KEPT = {"key": KEY, "cut": CUT}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def files(home: Path) -> list[Path]:
 def test_what_was_written_is_read_by_the_same_code(home: Path) -> None:
     cache = CutCache(job(home))
     assert cache.read() is None
-    cache.write("k", CUT)
+    cache.write(KEY, CUT)
     assert CutCache(job(home)).read() == KEPT
     assert CutCache(job(home, split=["a"])).read() is None
     assert CutCache(job(home, "x = 2")).read() is None
@@ -49,21 +50,21 @@ def test_what_was_written_is_read_by_the_same_code(home: Path) -> None:
 
 
 def test_an_unchanged_cut_is_not_written_again(home: Path) -> None:
-    CutCache(job(home)).write("k", CUT)
+    CutCache(job(home)).write(KEY, CUT)
     (file,) = files(home)
     before = file.stat().st_ino
     cache = CutCache(job(home))
     assert cache.read() == KEPT
-    cache.write("k", CUT)
+    cache.write(KEY, CUT)
     assert file.stat().st_ino == before
-    cache.write("another", CUT)
-    assert CutCache(job(home)).read() == {"key": "another", "cut": CUT}
+    cache.write({"code": "another"}, CUT)
+    assert CutCache(job(home)).read() == {"key": {"code": "another"}, "cut": CUT}
 
 
 def test_what_others_have_left_is_not_believed(home: Path) -> None:
     ours, others = CutCache(job(home)), CutCache(job(home, "x = 2"))
-    ours.write("k", CUT)
-    others.write("k", CUT)
+    ours.write(KEY, CUT)
+    others.write(KEY, CUT)
     first, second = files(home)
     mine = first.read_bytes()
     for hostile in (b"", mine[:40], mine[:-1], mine + b" ", second.read_bytes()):
@@ -72,7 +73,7 @@ def test_what_others_have_left_is_not_believed(home: Path) -> None:
     first.write_bytes(mine)
     cut_cache.key_file().unlink()
     assert CutCache(job(home)).read() is None  # by another key
-    CutCache(job(home)).write("k", CUT)
+    CutCache(job(home)).write(KEY, CUT)
     assert CutCache(job(home)).read() == KEPT
 
 
@@ -80,17 +81,17 @@ def test_what_others_have_left_is_not_believed(home: Path) -> None:
 def test_a_key_that_others_may_know_is_not_used(
     home: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    CutCache(job(home)).write("k", CUT)
+    CutCache(job(home)).write(KEY, CUT)
     if change == "short":
         cut_cache.key_file().write_bytes(b"")
     else:
         cut_cache.key_file().chmod(0o640)
     assert CutCache(job(home)).read() is None
-    CutCache(job(home)).write("another", CUT)
+    CutCache(job(home)).write({"code": "another"}, CUT)
     assert "is not kept for the next run" in caplog.text
     assert "remove it" in caplog.text
     cut_cache.key_file().unlink()
-    CutCache(job(home)).write("k", CUT)
+    CutCache(job(home)).write(KEY, CUT)
     assert CutCache(job(home)).read() == KEPT
 
 
@@ -102,15 +103,15 @@ def test_a_home_that_cannot_be_written_to_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
     cache = CutCache(config)
     assert cache.read() is None
-    cache.write("k", CUT)
+    cache.write(KEY, CUT)
     assert "is not kept for the next run: NotADirectoryError" in caplog.text
 
 
 def test_the_oldest_cuts_are_removed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_cache, "MAX_KEPT", 1)
-    CutCache(job(home)).write("k", CUT)
+    CutCache(job(home)).write(KEY, CUT)
     (first,) = files(home)
     os.utime(first, (0, 0))
-    CutCache(job(home, "x = 2")).write("k", CUT)
+    CutCache(job(home, "x = 2")).write(KEY, CUT)
     (second,) = files(home)
     assert first != second

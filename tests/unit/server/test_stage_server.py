@@ -73,7 +73,7 @@ def test_a_job_may_not_open_what_a_link_leads_to_by_now(
     async def spawn(*args: Any) -> Any:
         link.unlink()
         link.symlink_to(secret)
-        given.append(args[5])
+        given.append(args[2])
         raise RuntimeError("it is enough")
 
     async def claim(made: StageServer, init: Path) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import MicrobatchMeta
 from rpcmp.worker.first_forward import FirstForward
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.model import StageModel
 from tests.support.rounds import header
 from tests.zoo.surprises import Auxiliary, Injecting, filled
@@ -31,8 +32,14 @@ class Model:
     def named_parameters(self) -> Any:
         return self.module.named_parameters()
 
-    def stateful(self) -> list[tuple[str, nn.Module]]:
-        return [("", self.module)]
+    def modules(self) -> Any:
+        return self.module.modules()
+
+    def forward_state(self) -> ForwardState:
+        return ForwardState([("", self.module)])
+
+    def watch(self) -> ParameterWatch:
+        return ParameterWatch(dict(self.module.named_parameters()))
 
 
 def first(kind: str, adds_up: bool = True, compiles: bool = False) -> FirstForward:

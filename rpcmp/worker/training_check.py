@@ -1,0 +1,281 @@
+"""Refuse a forward that takes a micro-batch for the mini-batch, in its first training step.
+
+    a few samples, in training         ──> outputs ──┐
+    both halves of them, in turn       ──> outputs ──┴─> equal?
+    the first half, once more          ──> buffers, attributes, parameters: as after the last time?
+
+`rpcmp.driver.sample_check` asks the same of an evaluation. What is done in training alone is seen
+here: a center that is subtracted, a codebook or a counter that moves with each call. Batch
+normalization and dropout are known to depend on micro-batches, and are in evaluation meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import ConfigError, one_line, some_of
+from rpcmp.pipelining import pytree, random_streams
+from rpcmp.worker.forward_state import GENERATORS, ForwardState, ParameterWatch
+from rpcmp.worker.objective import joined, own_tape
+
+log = logging.getLogger(__name__)
+
+OF_MICROBATCHES = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+"""Of torch's modules those that depend on micro-batches, which everybody knows."""
+
+BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that batch normalization has; in a module that was cut, these names alone tell it."""
+
+ROUNDING = {torch.float64: 1e-8, torch.float32: 0.01}
+"""How far outputs may be apart, in parts of the largest; LOW_ROUNDING of other dtypes."""
+
+LOW_ROUNDING = 0.2
+
+WAYS_OUT = 'set num_microbatches = 1, or loss_scope = "micro-batch" if a micro-batch is meant'
+
+Forward = Callable[[list[Any], bool], Any]
+"""Returns outputs for inputs; True: with other random numbers."""
+
+
+def require_unmoved(
+    forward: Forward, inputs: list[Any], state: ForwardState, watch: Callable[[], ParameterWatch]
+) -> None:
+    """Check that a second forward changes nothing that the first has not changed alike.
+
+    Args:
+        forward: of the stage, which has called it before, so that caches are filled.
+        state: what it may change; it is put back.
+        watch: watches the parameters from now on.
+
+    Raises:
+        ConfigError: it does, so once per micro-batch and not once per mini-batch.
+    """
+    before, parameters = state.copy(), watch()
+    try:
+        with _apart():
+            first = forward(inputs, False)
+            once = state.copy()
+            second = forward(inputs, False)
+        moved = [
+            each
+            for each in once
+            if each.has_new_value
+            and not isinstance(each.value, GENERATORS)
+            and each.place.name.rpartition(".")[2] not in BATCH_NORM
+        ]
+    except Exception as error:
+        _tell(error)
+        return
+    finally:
+        state.put_back(before)
+    names = [each.place.name for each in moved]
+    if changed := parameters.changed():
+        names.append(changed)
+    if not names:
+        return
+    text = (
+        f"the forward changes {some_of(names)} each time, so once per micro-batch and not once per "
+        f"mini-batch: {WAYS_OUT}"
+    )
+    # A mere count may be for a log; if anything comes of it later, this has been said.
+    are_counts = not changed and all(isinstance(each.value, COUNTS) for each in moved)
+    if are_counts and not any(_differences(first, [second], [1])):
+        log.warning("%s", text)
+        return
+    raise ConfigError(text)
+
+
+COUNTS = (int, float, str, type(None))
+
+
+def require_independent(
+    forward: Forward, parts: Sequence[list[Any]], samples: Sequence[int], state: ForwardState
+) -> None:
+    """Check that outputs of samples do not depend on those that are computed with them.
+
+    Args:
+        parts: inputs of some samples and of some more.
+        samples: how many each part has.
+        state: what a forward may change; it is put back.
+
+    Raises:
+        ConfigError: they do.
+    """
+    before = state.copy()
+    try:
+        with _apart():
+            together, again = (forward(joined(*parts), is_other) for is_other in (False, True))
+            if any(_differences(together, [again], [1])):
+                return  # it draws random numbers, or carries on what `require_unmoved` has named
+            apart = [forward(part, False) for part in parts]
+            reason = next(_differences(together, apart, samples), "")
+    except Exception as error:
+        _tell(error)
+        return
+    finally:
+        state.put_back(before)
+    if reason:
+        raise ConfigError(f"in training, {reason}, so micro-batches are no mini-batch: {WAYS_OUT}")
+
+
+def require_linear_backward(
+    forward: Forward,
+    parts: Sequence[list[Any]],
+    samples: Sequence[int],
+    trained: Sequence[Tensor],
+    state: ForwardState,
+    what: str,
+) -> None:
+    """Check that gradients of samples add up: what a hook or a Function does to them may not.
+
+    Args:
+        parts: inputs of some samples and of some more.
+        samples: how many each part has.
+        trained: what gradients are computed of.
+        state: what a forward may change; it is put back.
+        what: changes gradients, in messages.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    before = state.copy()
+    try:
+        with _apart():
+            whole = _differentiated(forward(joined(*parts), False), sum(samples))
+            pieces = [
+                _differentiated(forward(part, False), count)
+                for part, count in zip(parts, samples, strict=True)
+            ]
+            ends = [0, *itertools.accumulate(samples)]
+            apart = [
+                _apart_by(whole, pieces, ends, trained, size) for size in SIZES if whole and trained
+            ]
+    except Exception as error:
+        _tell(error)
+        return
+    finally:
+        state.put_back(before)
+    if any(apart):
+        raise ConfigError(
+            f"{what}: the gradients of samples in two micro-batches do not add up to those of all "
+            f"of them, since it is not linear: {WAYS_OUT}"
+        )
+
+
+SIZES = (1e-3, 1.0, 1e3)
+"""Of the gradients that are tried."""
+
+GRADIENTS_ROUNDING = 0.05
+
+
+def _differentiated(outputs: Any, count: int) -> list[Tensor]:
+    """Return the outputs that have a gradient and rows of samples."""
+    tensors = [each for each in pytree.tensors(outputs) if each.requires_grad and each.dim()]
+    return [each for each in tensors if count and each.shape[0] % count == 0]
+
+
+def _apart_by(
+    whole: Sequence[Tensor],
+    pieces: Sequence[Sequence[Tensor]],
+    ends: Sequence[int],
+    trained: Sequence[Tensor],
+    size: float,
+) -> bool:
+    drawn = torch.Generator().manual_seed(1)
+    gradients = [
+        (size * torch.randn(each.shape, generator=drawn)).to(each.device, each.dtype)
+        for each in whole
+    ]
+    together = _gradients(whole, gradients, trained)
+    summed = [torch.zeros_like(each) for each in together]
+    for outputs, start, end in zip(pieces, ends, ends[1:], strict=False):
+        rows = [
+            each[start * each.shape[0] // ends[-1] : end * each.shape[0] // ends[-1]]
+            for each in gradients
+        ]
+        own = _gradients(outputs, rows, trained)
+        summed = [a + b for a, b in zip(summed, own, strict=True)]
+    largest = max(map(_largest, (*together, *summed)), default=0.0)
+    gaps = [_largest(a - b) for a, b in zip(together, summed, strict=True)]
+    return max(gaps, default=0.0) > GRADIENTS_ROUNDING * largest
+
+
+def _gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], trained: Sequence[Tensor]
+) -> list[Tensor]:
+    found = torch.autograd.grad(outputs, trained, gradients, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(one) if each is None else each.detach().to_dense()
+        for each, one in zip(found, trained, strict=True)
+    ]
+
+
+def _tell(error: Exception) -> None:
+    """Log why nothing can be compared: that it cannot do with single samples is no fault."""
+    log.info("a forward of single samples cannot be compared: %s", one_line(error))
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    with random_streams.kept(), torch.enable_grad(), own_tape():
+        yield
+
+
+@contextlib.contextmanager
+def quiet(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave batch normalization and dropout in evaluation in this block."""
+    found = [each for each in modules if isinstance(each, OF_MICROBATCHES) and each.training]
+    for each in found:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in found:
+            each.training = True
+
+
+def _differences(together: Any, apart: Sequence[Any], samples: Sequence[int]) -> Iterator[str]:
+    """Yield how outputs of parts differ from those of all; by tensors that are differentiated."""
+    pairs = [pytree.tensors(each) for each in apart]
+    for number, (whole, *pieces) in enumerate(zip(pytree.tensors(together), *pairs, strict=True)):
+        if not whole.is_floating_point() or not whole.numel():
+            continue
+        what = f"output {number} of some samples"
+        if _has_rows(whole, pieces):
+            found = torch.cat([*pieces])
+        elif not whole.requires_grad or {each.shape for each in pieces} != {whole.shape}:
+            continue  # nothing that a loss could be computed of
+        else:  # of all samples together, such as an auxiliary loss
+            what = f"output {number}, which has no rows of samples,"
+            found = sum(
+                each * (count / sum(samples)) for each, count in zip(pieces, samples, strict=True)
+            )
+        gap = _largest(found.detach() - whole.detach())
+        largest = max(_largest(each.detach()) for each in (whole, *pieces))
+        if gap > ROUNDING.get(whole.dtype, LOW_ROUNDING) * largest:
+            yield (
+                f"{what} computed together is up to {gap:.3g} apart from that of two parts of "
+                f"them, of numbers up to {largest:.3g}"
+            )
+
+
+def _has_rows(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
+    if not whole.dim() or any(each.shape[1:] != whole.shape[1:] for each in pieces):
+        return False
+    return bool(sum(each.shape[0] for each in pieces) == whole.shape[0])
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num().max()) if tensor.numel() else 0.0
