@@ -38,7 +38,7 @@ ELSEWHERE = {
     "controlplane/test_port.py": "server/services",
     "group/test_bits.py": "driver/stage_group",
     "group/test_plain_truth.py": """
-        splitting/proof splitting/side_effects worker/inner_gradients
+        splitting/proof worker/inner_gradients
         worker/objective
     """,
     "group/test_precision.py": "driver/distributed_optimizer",

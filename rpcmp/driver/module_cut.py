@@ -339,7 +339,9 @@ def _text(value: Any, depth: int = 3) -> str:
         parts = [_text(each, depth - 1) for each in value]
         return repr(sorted(parts) if isinstance(value, set | frozenset) else parts)
     inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    texts = sorted((str(key), _text(each, depth - 1)) for key, each in inner.items())
+    # An object's own business may differ from process to process, such as a hash of itself.
+    public = (key for key in inner if isinstance(value, Mapping) or not key.startswith("_"))
+    texts = sorted((str(key), _text(inner[key], depth - 1)) for key in public)
     return f"{type(value).__name__}{texts}"
 
 

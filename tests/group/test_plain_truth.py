@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from rpcmp.config import importing, loader
 from rpcmp.config.schema import Config
-from rpcmp.errors import ConfigError, JobError
+from rpcmp.errors import ConfigError, JobError, StageConfigError
 from tests.support import plain
 from tests.support.cuts import cut_here
 from tests.support.localgroup import local_group
@@ -254,6 +255,59 @@ def test_what_forwards_carry_from_micro_batch_to_micro_batch_is_refused(job: Job
     reason = "micro-batches are no mini-batch"
     with local_group(configured(job, *layers)) as local, pytest.raises(ConfigError, match=reason):
         local.train()
+
+
+ONCE = {
+    "mean": "in training, output 0 of some samples computed together",
+    "center": "the forward changes first.center each time",
+    "anneal": "the forward changes first.calls each time",
+    "norm": "the forward changes first.layer.parametrizations.weight.0._u",
+    "clip": "the hook of the parameter 'first.layer.weight' gives something else",
+    "rescale": "changes gradients: the gradients of samples in two micro-batches do not add up",
+}
+"""Why several micro-batches are refused, by what happens once per mini-batch."""
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_what_happens_once_per_mini_batch_needs_one_micro_batch(job: JobFolder, kind: str) -> None:
+    layers = [
+        'model.layers="tests.zoo.surprises:once_a_step"',
+        f'model.kwargs={{ kind = "{kind}" }}',
+        "steps=2",
+    ]
+    with (
+        local_group(configured(job, *layers)) as local,
+        pytest.raises(StageConfigError, match=re.escape(ONCE[kind])),
+    ):
+        local.train()
+    one = configured(job, *layers, "num_microbatches=1")
+    require_plain(one, whole(surprises.once_a_step(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("center", "changes first.center each time"), ("mean", "in training, ")]
+)
+def test_a_module_that_is_cut_is_asked_where_it_is_cut(
+    job: JobFolder, kind: str, reason: str
+) -> None:
+    own = [
+        'model.module="tests.zoo.surprises:Unsplit"',
+        f'model.kwargs={{ kind = "{kind}" }}',
+        'model.split=["first", "second"]',
+    ]
+    with pytest.raises(ConfigError, match=reason):
+        configured(job, *own)
+
+
+def test_an_optimizer_of_all_parameters_needs_one_stage(job: JobFolder) -> None:
+    own = [
+        'model.layers="tests.zoo.surprises:once_a_step"',
+        'model.kwargs={ kind = "" }',
+        'optimizer={ callable = "tests.zoo.surprises:GlobalNorm", kwargs = { lr = 0.05 } }',
+    ]
+    reason = "computes with all of its parameters at once"
+    with pytest.raises((ConfigError, JobError), match=reason), local_group(configured(job, *own)):
+        pass
 
 
 def test_a_loss_that_changes_its_buffers_is_refused_for_several_micro_batches(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -556,3 +557,60 @@ def injecting(kind: str) -> list[tuple[str, Any]]:
         ("a", lambda: filled(Auxiliary(kind), 1)),
         ("b", lambda: filled(nn.Linear(4, 1), 2)),
     ]
+
+
+class OnceAStep(nn.Module):
+    """What is done once per mini-batch, in training: by `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer: Any = filled(nn.Linear(4, 4), 3)
+        self.center: Tensor
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+        self.calls = 0
+        if kind == "clip":
+            self.layer.get_parameter("weight").register_hook(
+                lambda gradient: gradient.clamp(-0.1, 0.1)
+            )
+        if kind == "norm":
+            self.layer = spectral_norm(self.layer)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        if self.kind == "mean" and self.training:
+            y = y - y.mean(0)
+        if self.kind == "center" and self.training:
+            self.center.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+            y = y - self.center
+        if self.kind == "anneal":
+            self.calls += self.training
+            y = y / (1 + 0.1 * self.calls)
+        if self.kind == "rescale":
+            y.register_hook(lambda gradient: gradient / gradient.norm())
+        return y
+
+
+class Unsplit(nn.Sequential):
+    """The layers of `once_a_step` as one module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(OrderedDict((name, make()) for name, make in once_a_step(kind)))
+
+
+def once_a_step(kind: str) -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: OnceAStep(kind)),
+        ("second", lambda: filled(nn.Sequential(nn.Tanh(), nn.Linear(4, 1)), 4)),
+    ]
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Divides all gradients by their norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [each.grad for group in self.param_groups for each in group["params"]]
+        norm = torch.cat([each.flatten() for each in gradients]).norm()
+        for each in gradients:
+            each.div_(norm)
+        return super().step(closure)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,43 @@ def test_another_setting_of_a_part_is_another_module() -> None:
     second = key()
     module.head.weight.requires_grad_(False)
     assert len({first, second, key()}) == 3
+
+
+def test_a_key_has_what_objects_hold_and_not_what_differs_from_process_to_process() -> None:
+    module, sample = unsplit.Language(), torch.ones(3, 4)
+
+    class Settings:
+        def __init__(self, **values: object) -> None:
+            vars(self).update(values)
+
+    def key(settings: object) -> str:
+        module.settings = settings  # type: ignore[assignment]
+        return module_cut._key(job(), model(), module, sample)
+
+    first = key(Settings(act="relu", _hash=1, sizes=[1, {"a": 2}], names={"x", "y"}))
+    assert first == key(Settings(act="relu", _hash=2, sizes=[1, {"a": 2}], names={"y", "x"}))
+    others = [
+        Settings(act="tanh", sizes=[1, {"a": 2}], names={"x", "y"}),
+        Settings(act="relu", sizes=[1, {"a": 3}], names={"x", "y"}),
+        {"act": "relu"},
+    ]
+    assert len({first, *map(key, others)}) == 4
+
+
+def test_variables_of_the_environment_are_noted_that_the_users_code_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reading_module.py").write_text(
+        "import os\nA = os.environ.get('RPCMP_A')\nB = os.getenv('RPCMP_B', 'none')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RPCMP_A", "a")
+    with module_cut.read_environment() as read:
+        importlib.import_module("reading_module")
+        torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))  # reads many
+    assert read == {"RPCMP_A": "a", "RPCMP_B": None}
+    monkeypatch.setenv("RPCMP_A", "later")
+    assert read == {"RPCMP_A": "a", "RPCMP_B": None}
 
 
 def test_a_module_needs_data_to_be_cut() -> None:

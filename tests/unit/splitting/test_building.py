@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import rpcmp
 from rpcmp.errors import ConfigError
 from rpcmp.splitting import building
-from rpcmp.splitting.building import build_without_weights
+from rpcmp.splitting.building import build_without_weights, require_own_memory
 from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import tokens
 from tests.zoo import unsplit
@@ -112,3 +113,49 @@ def test_the_place_of_init_is_known_while_modules_are_built() -> None:
             rpcmp.init_path()
     with pytest.raises(ConfigError, match="of a job with `init`"):
         rpcmp.init_path()
+
+
+class Pair(nn.Module):
+    """Two linear layers, the second of which is made by a function of the first."""
+
+    def __init__(self, second: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = second(self.first)
+
+
+def of_transposed(first: nn.Linear) -> nn.Module:
+    second = nn.Linear(2, 2)
+    second.weight.data = first.weight.data.t()
+    return second
+
+
+def of_table(first: nn.Linear) -> nn.Module:
+    second = nn.Identity()
+    second.register_buffer("table", first.weight.data[:1])
+    return second
+
+
+@pytest.mark.parametrize("second", [of_transposed, of_table])
+def test_parameters_that_share_memory_are_refused(second: Callable[[nn.Linear], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"'first\.weight' and 'second\.\w+' share memory"):
+        require_own_memory(Pair(second))
+
+
+def test_a_parameter_of_two_names_and_parts_of_a_buffer_may_share() -> None:
+    tied, parts = Pair(lambda first: first), nn.Module()
+    require_own_memory(tied)
+    flat = torch.zeros(8)
+    parts.register_buffer("all", flat)
+    parts.register_buffer("some", flat[:2])
+    parts.one, parts.other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    parts.one.data, parts.other.data = (each.clone() for each in (flat[:2], flat[2:4]))
+    require_own_memory(parts)
+    joint = torch.zeros(4)
+    parts.one.data, parts.other.data = joint[:2], joint[2:]  # side by side
+    require_own_memory(parts)
+
+
+def test_sharing_is_seen_before_each_parameter_gets_memory() -> None:
+    with pytest.raises(ConfigError, match="share memory"):
+        build_without_weights(lambda: Pair(of_transposed))

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from rpcmp.errors import ConfigError
 from rpcmp.splitting.cutting import find_blocks
@@ -51,6 +52,25 @@ def test_the_outermost_repeated_blocks_are_found() -> None:
         "decoder.0",
         "decoder.1",
     ]
+
+
+def test_parametrized_blocks_are_of_one_class_and_a_pattern_means_the_outermost() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList(
+        weight_norm(nn.Linear(1, 1)) if number else nn.Linear(1, 1) for number in range(2)
+    )
+    assert find_blocks(module) == ["blocks.0", "blocks.1"]
+    assert find_blocks(module, ["blocks.*"]) == ["blocks.0", "blocks.1"]
+
+
+def test_where_nothing_is_repeated_what_follows_each_other_is_a_layer() -> None:
+    root = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Flatten())
+    assert find_blocks(root) == ["0", "1", "2"]
+    module = nn.Module()
+    module.body = root
+    assert find_blocks(module) == ["body.0", "body.1", "body.2"]
+    assert find_blocks(nn.Sequential(*(nn.Linear(1, 1) for _ in range(2)))) == ["0", "1"]
+    assert find_blocks(nn.Bilinear(1, 1, 1)) == []
 
 
 @pytest.mark.parametrize(

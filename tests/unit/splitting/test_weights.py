@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 from rpcmp.config.types import COPY
+from rpcmp.errors import ConfigError
+from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import CASES, layers_of, split_of
 
 
@@ -54,3 +60,33 @@ def test_what_no_operation_uses_is_kept() -> None:
     _, split = split_of("language")
     (owner,) = (layer.name for layer in split.layers if "unused.weight" in layer.tensors)
     assert owner == "embed"
+
+
+class Hiding(nn.Module):
+    """Keeps a part of its parameters out of its state dict."""
+
+    def __init__(self, hidden: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self._hidden = hidden
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: each for name, each in whole.items() if name != self._hidden}
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+def test_parameters_that_no_state_dict_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Hiding.state_dict leaves out .* body\.1\.bias, which"):
+        split_module(Hiding("body.1.bias"), torch.ones(3, 4))
+
+
+def test_what_is_no_tensor_is_told_to_be_in_no_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    split = split_module(Hiding(""), torch.ones(3, 4))
+    assert "_extra_state: in no checkpoint and no export" in caplog.text
+    assert [layer.name for layer in split.layers] == ["body.0", "body.1"]

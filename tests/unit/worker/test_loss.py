@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rpcmp.config.loader import parse_config
+from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.rpc.messages import LossWeight, MicrobatchMeta
-from rpcmp.worker.loss import SinkLoss
+from rpcmp.worker.loss import SinkLoss, is_looked_at
 from tests.support.rounds import header
 
 IGNORING = "torch.nn:CrossEntropyLoss"
@@ -106,3 +107,65 @@ def test_a_mean_of_the_whole_is_not_warned_of(
     loss: Any, at: MicrobatchMeta, labels: tuple[int, ...], more: dict[str, Any]
 ) -> None:
     assert warned(sink(loss, **more), at, *labels) == []
+
+
+class Targets:
+    """A loss that writes to its targets."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets -= 1
+        return torch.nn.functional.mse_loss(outputs, targets)
+
+
+def several(outputs: Tensor, targets: Tensor) -> Any:
+    return {"loss": outputs.mean(), "log": 1.0}
+
+
+net = torch.nn.Linear(1, 1)
+
+
+def of_a_global(outputs: Tensor, targets: Tensor) -> Any:
+    return outputs.mean() + net.weight.norm()
+
+
+def in_own(name: str) -> SinkLoss:
+    return sink(f"{__name__}:{name}")
+
+
+def test_a_loss_gets_targets_of_its_own_where_it_is_proven() -> None:
+    outputs, targets = torch.tensor([1.0, 3.0], requires_grad=True), torch.ones(2)
+    in_own("Targets").prove(outputs, targets, meta(), None)
+    assert targets.tolist() == [1.0, 1.0]
+
+
+def test_a_loss_that_returns_more_than_one_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"several' returns .*'log': float.*, and not a tensor"):
+        in_own("several").train(torch.ones(2), torch.ones(2), meta(), None)
+
+
+def test_a_loss_that_reads_parameters_of_a_global_is_refused_unless_they_are_frozen() -> None:
+    with pytest.raises(FactoryError, match="of_a_global' has parameters that are none of its own"):
+        in_own("of_a_global")
+    net.requires_grad_(False)
+    in_own("of_a_global")
+    net.requires_grad_(True)
+
+
+def test_micro_batches_that_are_even_in_themselves_are_compared_with_each_other() -> None:
+    loss = sink(IGNORING)
+    outputs = torch.randn(2, 5, 3, requires_grad=True).transpose(1, 2)
+    full, half = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    half[:, 2:] = -100
+    for step in range(1, 3):
+        for number in range(2):
+            at = MicrobatchMeta(header(step, 2, step=step, num_samples=4), number, 2)
+            loss.prove(outputs, full, at, None)
+    at = MicrobatchMeta(header(3, 2, step=3, num_samples=4), 0, 2)
+    loss.prove(outputs, full, at, None)
+    with pytest.raises(ConfigError, match="depends on how a mini-batch is cut into micro-batches"):
+        loss.prove(outputs, half, at._replace(number=1), None)
+
+
+@pytest.mark.parametrize(("number", "is_due"), [(1, True), (7, True), (9, False), (64, True)])
+def test_rounds_are_looked_at_for_ever_but_less_and_less(number: int, is_due: bool) -> None:
+    assert is_looked_at(number) == is_due
