@@ -273,7 +273,6 @@ def test_what_happens_once_per_mini_batch_needs_one_micro_batch(job: JobFolder, 
     layers = [
         'model.layers="tests.zoo.surprises:once_a_step"',
         f'model.kwargs={{ kind = "{kind}" }}',
-        "steps=2",
     ]
     with (
         local_group(configured(job, *layers)) as local,
