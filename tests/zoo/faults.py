@@ -145,8 +145,8 @@ def layers(
                 nn.Sequential(inner, nn.Linear(zoo.FEATURES, 1)) if stage + 1 == stages else inner
             )
             planted = Planted(at, stage)
-            planted.begin("build", 0)
-            if at:
+            if at and not torch.empty(0).is_meta:  # there only names are wanted
+                planted.begin("build", 0)
                 _watch_process(planted)
             return Watched(layer, planted, num_microbatches, milliseconds)
 
@@ -203,7 +203,7 @@ _planted: list[Planted] = []
 
 def _watch_process(planted: Planted) -> None:
     """Report when this worker joins a group and when it saves."""
-    if _planted or torch.empty(0).is_meta:  # only names are wanted
+    if _planted:
         return
     _planted.append(planted)
     join, write = transport.join, stage_state.SnapshotWriter.write

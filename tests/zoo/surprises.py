@@ -574,7 +574,9 @@ class OnceAStep(nn.Module):
                 lambda gradient: gradient.clamp(-0.1, 0.1)
             )
         if kind == "norm":
-            self.layer = spectral_norm(self.layer)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)  # it begins with vectors that it draws
+                self.layer = spectral_norm(self.layer)
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
