@@ -189,7 +189,7 @@ AT_MOST = {
     "lines of cli": (3_970, ""),
     "lines of config": (2_970, "what a callable holds, for losses and layers"),
     "lines of data": (2_000, ""),
-    "lines of driver": (4_650, "a module that is too large for a proof is compared part by part"),
+    "lines of driver": (4_660, "a module that is too large for a proof is compared part by part"),
     "lines of job": (
         6_560,
         "cuts are kept by the supervisor; a guest's files are written twice",

@@ -221,10 +221,17 @@ class CheckpointCadence:
 
     def start_if_due(self, step: int) -> bool:
         """Start the checkpoint of `step`, the next one, if it is due; return whether it is."""
-        if not self._is_on or not (self._is_due_by_steps(step) or self._is_due_by_time()):
+        if not self._is_due(step):
             return False
         self.start(step)
         return True
+
+    def would_wait(self, step: int) -> bool:
+        """Return whether `start_if_due` would wait for a checkpoint that is in progress."""
+        return self._is_due(step) and len(self._in_progress) >= MAX_IN_PROGRESS
+
+    def _is_due(self, step: int) -> bool:
+        return self._is_on and (self._is_due_by_steps(step) or self._is_due_by_time())
 
     def start(self, step: int) -> None:
         """Add the checkpoint of `step`; waits while too many are in progress."""

@@ -245,6 +245,8 @@ class Training:
 
     def _start(self, step: Step) -> RoundHandle:
         end = AfterRound.HOLD if self._config.holds_steps else AfterRound.STEP
+        if self.saves.would_wait(step.number):
+            self._drain()  # a stage that has failed never saves, and says so only there
         self._activity.stop()  # the next line may wait for a disk
         save = self.saves.start_if_due(step.number)
         self._activity.start("step", step.number)

@@ -242,9 +242,9 @@ class StageOptimizer(ComputeThreadOwner):
         try:
             with self._compute.activity.during("optimizer", self.steps + 1):
                 return function()
-        except RpcmpError:
-            raise
         except BaseException as error:
+            if isinstance(error, RpcmpError) and not isinstance(error, ConfigError):
+                raise  # of a stage already
             raise stage_failure(self._label, "optimizer", error, self.steps + 1) from error
 
     def _set_scale(self, scale: float) -> None:

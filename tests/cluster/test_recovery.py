@@ -90,6 +90,15 @@ def test_a_hanging_process_is_named_with_its_stack(job: JobFolder, fault_free: C
     assert "in _strike" in error
 
 
+def test_a_stage_that_fails_where_it_would_save_ends_the_run(job: JobFolder) -> None:
+    """The next checkpoint that is due would wait for one that never comes."""
+    faults = Faults(job).fail_at(0, 3, "exception", "optimizer", again=True)
+    config = faults.config(stages=2, sections='[checkpoint]\ndir = "kept"\nevery_steps = 1')
+    result = drive(config, timeout=60)
+    assert result.code == 1, result.err
+    assert "stage 'stage0' failed in optimizer at step 3" in result.err
+
+
 @pytest.mark.cluster
 def test_a_hang_before_the_first_step_is_named(job: JobFolder, fault_free: Committed) -> None:
     faults = Faults(job).fail_at(LAST, 0, "lock", "build")

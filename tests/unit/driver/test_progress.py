@@ -204,6 +204,17 @@ def test_checkpoints_in_progress_and_the_last_one_are_included(clock: Clock) -> 
     assert [saves.includes(step) for step in (3, 4, 5, 6)] == [False, False, True, False]
 
 
+def test_what_is_due_would_wait_once_enough_are_in_progress(clock: Clock) -> None:
+    saves = CheckpointCadence(config(every_steps=2), 9)
+    for step in range(2, 2 * MAX_IN_PROGRESS + 1, 2):
+        assert not saves.would_wait(step)
+        saves.start(step)
+    next_ = 2 * MAX_IN_PROGRESS + 2
+    assert [saves.would_wait(step) for step in (next_ - 1, next_)] == [False, True]
+    saves.finish(2)
+    assert not saves.would_wait(next_)
+
+
 def test_a_generation_continues_the_seconds_since_the_last_save(clock: Clock) -> None:
     saves = CheckpointCadence(config(every_seconds=60.0), 99, saved=2, since=59.0)
     assert not saves.start_if_due(3)
