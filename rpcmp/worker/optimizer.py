@@ -242,9 +242,9 @@ class StageOptimizer(ComputeThreadOwner):
         try:
             with self._compute.activity.during("optimizer", self.steps + 1):
                 return function()
+        except RpcmpError:
+            raise
         except BaseException as error:
-            if isinstance(error, RpcmpError) and not isinstance(error, ConfigError):
-                raise  # of a stage already
             raise stage_failure(self._label, "optimizer", error, self.steps + 1) from error
 
     def _set_scale(self, scale: float) -> None:
@@ -255,8 +255,11 @@ class StageOptimizer(ComputeThreadOwner):
         started = time.perf_counter_ns()
         if not self.steps:
             self._tell_untrained()
-        self._before_step()  # a replica may have had no forward since an evaluation
-        self._require_frozen()
+        try:
+            self._before_step()  # a replica may have had no forward since an evaluation
+            self._require_frozen()
+        except ConfigError as error:
+            raise stage_failure(self._label, "optimizer", error, self.steps + 1) from error
         if self._optimizer is not None and updates:
             random_streams.seed_all(self._seed, "optimizer", self.steps + 1, self.stage)
             self._optimizer.step()  # stage.py [13]
