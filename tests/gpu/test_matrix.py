@@ -189,6 +189,7 @@ def test_checkpoints_continue_on_the_cpu_and_back(job: JobFolder, tmp_path: Path
 def test_tensors_go_from_device_to_device_or_the_run_says_why_not(job: JobFolder) -> None:
     text = f"""
         steps = 3
+        loss_scope = "micro-batch" # the layers count their forwards
         [transfer]
         direct = true
         [model]

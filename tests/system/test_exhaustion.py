@@ -130,6 +130,7 @@ def test_no_room_for_loaders_is_named(tmp_path: Path) -> None:
 def test_a_worker_that_is_ended_for_memory_is_named_and_replaced(job: JobFolder) -> None:
     config = job.config("""
         steps = 100
+        loss_scope = "micro-batch" # the layer keeps something of each
         [model]
         layers = "zoo:leaking"
         kwargs = { leak = 4000000 }
