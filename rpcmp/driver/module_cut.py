@@ -88,14 +88,8 @@ def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[s
     inputs = inputs_of(module, model, loaded)
     count = _sample_count(inputs)
     sample = few_samples(inputs, count)
-    key, cut = _key(config, model, module, sample), None
-    is_same = kept is not None and kept["key"]["code"] == key
-    if (
-        is_same
-        and kept is not None
-        and all(os.environ.get(name) == value for name, value in kept["key"]["environment"].items())
-    ):
-        cut = _known(kept["cut"])
+    key = _key(config, model, module, sample)
+    cut = None if kept is None or not _is_of(kept["key"], key) else _known(kept["cut"])
     if cut is None:
         autocast, started = AUTOCAST_DTYPES.get(config.autocast or ""), time.monotonic()
         with recorded(module) as recording:
@@ -112,6 +106,12 @@ def cut_module(config: Config, kept: Mapping[str, Any] | None = None) -> tuple[s
         )
     require_loss(config, unpacked(cut), few_samples(loaded.targets, count))
     return key, cut
+
+
+def _is_of(kept: Mapping[str, Any], code: str) -> bool:
+    """Whether the key of a kept cut is that of this code, in this environment."""
+    variables = kept["environment"].items()
+    return kept["code"] == code and all(os.environ.get(name) == value for name, value in variables)
 
 
 @contextlib.contextmanager

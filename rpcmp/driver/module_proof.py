@@ -24,9 +24,9 @@ from rpcmp.splitting.exporting import flatten
 from rpcmp.splitting.guards import holds
 from rpcmp.splitting.proof import prove
 from rpcmp.splitting.recording import PartCall, Recording, Shape, shape_of
-from rpcmp.splitting.side_by_side import autocast_to
+from rpcmp.splitting.side_by_side import autocast_to, called_with
 from rpcmp.splitting.split import InputPlan, Split
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch, watch_parameters
 from rpcmp.worker.model import AUTOCAST_DTYPES
 from rpcmp.worker.objective import rows
 from rpcmp.worker.parameter_hooks import require_linear, require_own
@@ -91,19 +91,12 @@ def _require_in_training(module: nn.Module, batch: Any, autocast: torch.dtype | 
 
     def forward(inputs: list[Any], draws_others: bool) -> Any:
         torch.manual_seed(int(draws_others))
-        inputs = pytree.map_tensors(Tensor.clone, inputs)
         with autocast_to(autocast):
-            outputs = inputs[0]
-            if isinstance(outputs, dict):
-                outputs = module(**outputs)
-            else:
-                outputs = module(*(outputs if isinstance(outputs, tuple | list) else [outputs]))
-        return flatten(outputs)[1]
+            (own,) = pytree.map_tensors(Tensor.clone, inputs)
+            return flatten(called_with(module, own))[1]
 
     def watch() -> ParameterWatch:
-        scaled = {id(each.weight) for each in module.modules() if getattr(each, "max_norm", None)}
-        named = module.named_parameters()
-        return ParameterWatch({name: each for name, each in named if id(each) not in scaled})
+        return watch_parameters(module.named_parameters(), module.modules())
 
     parts = [rows([batch], number, number + 1, samples, samples) for number in range(2)]
     state = ForwardState([("", module)])

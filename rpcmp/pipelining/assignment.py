@@ -18,7 +18,7 @@ from rpcmp.config.job_sections import StageConfig
 from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
-from rpcmp.config.types import Factory, Strict
+from rpcmp.config.types import Factory, OptimizerFactory, Strict
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import (
     cost_model,
@@ -108,10 +108,8 @@ def assign(
         for layer in names
     }
     known = None
-    sources = [config.optimizer_of(index) for index in range(config.num_stages)]
-    is_one = config.num_stages > 1 and all(source == sources[0] for source in sources)
-    tries_parts = is_one and not optimizer_parts.is_torchs_own(sources[0])
-    if config.refers_to_parameters or config.init is not None or tries_parts:
+    in_parts = _optimizer_in_parts(config)
+    if config.refers_to_parameters or config.init is not None or in_parts is not None:
         known = parameter_names.named_parameters_of(config, layers_of_stages)
     weights = _weights_of_layers(config, stage_of, known)
     names_of = dict.fromkeys(stage_of) if known is None else known
@@ -125,12 +123,8 @@ def assign(
     ]
     if known is not None:
         _check_names(config, known, stage_of)
-    if known is not None and tries_parts:
-        shapes: dict[str, dict[str, tuple[int, ...]]] = {stage: {} for stage in config.stage_names}
-        for layer, named in known.items():
-            own = named.trained - set(config.tied_to)
-            shapes[stage_of[layer]] |= {n: each for n, each in named.shapes.items() if n in own}
-        optimizer_parts.require_separable(sources[0], list(shapes.values()))
+        if in_parts is not None:
+            optimizer_parts.require_separable(in_parts, _trained_shapes(config, known, stage_of))
     return [
         Assignment(
             config=config,
@@ -152,6 +146,24 @@ def assign(
         )
         for worker in config.workers
     ]
+
+
+def _optimizer_in_parts(config: Config) -> OptimizerFactory | None:
+    """Return the user's own optimizer that several stages have each for itself, if there is one."""
+    first, *others = (config.optimizer_of(index) for index in range(config.num_stages))
+    is_one = bool(others) and all(each == first for each in others)
+    return first if is_one and not optimizer_parts.is_torchs_own(first) else None
+
+
+def _trained_shapes(
+    config: Config, known: Mapping[str, parameter_names.Named], stage_of: Mapping[str, str]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of the parameters that each stage's optimizer has, by name."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {stage: {} for stage in config.stage_names}
+    for layer, named in known.items():
+        own = named.trained - set(config.tied_to)
+        shapes[stage_of[layer]] |= {n: each for n, each in named.shapes.items() if n in own}
+    return [*shapes.values()]
 
 
 def _check_names(

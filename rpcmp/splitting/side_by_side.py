@@ -75,9 +75,7 @@ class SideBySide:
             raise self.error(f"fails on the first samples: {one_line(error)}") from error
 
     def call_module(self, batch: Any) -> Any:
-        if isinstance(batch, dict):
-            return self.module(**batch)
-        return self.module(*(batch if isinstance(batch, tuple | list) else [batch]))
+        return called_with(self.module, batch)
 
     def call_layers(self, batch: Any) -> Any:
         for layer in self._layers:
@@ -121,6 +119,13 @@ class SideBySide:
     def _rounding(self, dtype: torch.dtype) -> float:
         low = comparison.LOW_ROUNDING
         return low if self._is_low else comparison.ROUNDING.get(dtype, low)
+
+
+def called_with(module: nn.Module, batch: Any) -> Any:
+    """Return what a module gives for a mini-batch: a tensor, arguments, or a dict of them."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*(batch if isinstance(batch, tuple | list) else [batch]))
 
 
 def autocast_to(dtype: torch.dtype | None) -> torch.autocast:

@@ -198,7 +198,8 @@ class _FirstRounds:
     ) -> None:
         state = ForwardState(*stateful_parts(loss))
         self._its, self._may_miscount = loss, _is_cross_entropy(loss) and config.weighing is None
-        self._frozen = _frozen_in(loss)
+        named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        self._frozen = {f"{LOSS}.{n}": each for n, each in named if not each.requires_grad}
         self._watch: ParameterWatch | None = None
         weigh, self._is_known = None, True
         if config.weighing is not None:
@@ -227,8 +228,9 @@ class _FirstRounds:
                 self._require_fixed()
             for each in (self._trained, self._loss, *self._metrics):
                 each.forget()
-        is_due = is_looked_at(self._rounds[training]) or self._has_new_gaps(targets)
-        if not is_due or meta.round.num_microbatches == 1 or not self._is_known:
+        if meta.round.num_microbatches == 1 or not self._is_known:
+            return
+        if not (is_looked_at(self._rounds[training]) or self._has_new_gaps(targets)):
             return
         if training:
             self._trained.require_additive(outputs, targets, meta.num_samples)
@@ -279,11 +281,6 @@ def stateful_parts(loss: Any) -> Stateful:
     if isinstance(loss, nn.Module):
         return Stateful([(f"{LOSS}.", loss)])
     return Stateful([], [(LOSS, loss)])
-
-
-def _frozen_in(loss: Any) -> dict[str, nn.Parameter]:
-    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    return {f"{LOSS}.{name}": each for name, each in named if not each.requires_grad}
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

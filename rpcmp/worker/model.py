@@ -44,6 +44,7 @@ from rpcmp.worker.forward_state import (
     ParameterWatch,
     StateCopy,
     Stateful,
+    watch_parameters,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
 
@@ -194,18 +195,13 @@ class StageModel:
                 "outside of from_init"
             )
 
-    def watch(self) -> ParameterWatch:
-        """Watch the parameters, but for embeddings that a forward scales down (`max_norm`)."""
-        scaled = {
-            id(module.weight) for module in self.modules() if getattr(module, "max_norm", None)
-        }
-        return self._watch(lambda name: True, scaled)
-
-    def _watch(
-        self, is_watched: Callable[[str], bool], without: Collection[int] = ()
-    ) -> ParameterWatch:
+    def _watch_base(self) -> ParameterWatch:
         named = self.named_parameters()
-        return ParameterWatch({n: p for n, p in named if is_watched(n) and id(p) not in without})
+        return ParameterWatch({name: each for name, each in named if name in self._base_names})
+
+    def watch(self) -> ParameterWatch:
+        """Watch the parameters; see `watch_parameters`."""
+        return watch_parameters(self.named_parameters(), self.modules())
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta, eagerly: bool = False) -> Any:
         header = meta.round
@@ -236,7 +232,7 @@ class StageModel:
         if training:
             self.put_back()
             self._switch(training)
-            self._base_watch = self._base_watch or self._watch(self._base_names.__contains__)
+            self._base_watch = self._base_watch or self._watch_base()
         else:
             self._switch(training)
             self._before_evaluation = self._state.copy()

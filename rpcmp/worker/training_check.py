@@ -90,14 +90,13 @@ def require_unmoved(
         f"mini-batch: {WAYS_OUT}"
     )
     # A mere count may be for a log; if anything comes of it later, this has been said.
-    are_counts = not changed and all(isinstance(each.value, COUNTS) for each in moved)
+    are_counts = not changed and all(
+        isinstance(each.value, int | float | str | None) for each in moved
+    )
     if are_counts and not any(_differences(first, [second], [1])):
         log.warning("%s", text)
         return
     raise ConfigError(text)
-
-
-COUNTS = (int, float, str, type(None))
 
 
 def require_independent(

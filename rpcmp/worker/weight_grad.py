@@ -233,13 +233,10 @@ def _overridable(operation: Operation) -> Operation:
     """Let tensors that override torch's functions see the function that has its name now."""
 
     @functools.wraps(operation)
-    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = (input, *args, *kwargs.values())
         if torch.overrides.has_torch_function(given):
-            found: Tensor = torch.overrides.handle_torch_function(
-                call, given, input, *args, **kwargs
-            )
-            return found
+            return torch.overrides.handle_torch_function(call, given, input, *args, **kwargs)
         return operation(input, *args, **kwargs)
 
     return call

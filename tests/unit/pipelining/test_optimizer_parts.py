@@ -10,19 +10,9 @@ import torch
 from rpcmp.config.types import OptimizerFactory
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining.optimizer_parts import is_torchs_own, require_separable
+from tests.zoo.surprises import GlobalNorm  # noqa: F401  # by its name here
 
 STAGES = [{"a.weight": (8, 4), "a.bias": (8,)}, {}, {"b.weight": (1, 8), "b.bias": (1,)}]
-
-
-class Clipping(torch.optim.SGD):
-    """Divides all gradients by their norm."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [each.grad for group in self.param_groups for each in group["params"]]
-        norm = torch.cat([each.flatten() for each in gradients]).norm()
-        for each in gradients:
-            each.div_(norm)
-        return super().step(closure)
 
 
 class Noisy(torch.optim.SGD):
@@ -60,9 +50,9 @@ def source(name: str, **more: Any) -> OptimizerFactory:
     return OptimizerFactory(callable=f"{__name__}:{name}", **more)
 
 
-@pytest.mark.parametrize("name", ["Clipping", "by_place"])
+@pytest.mark.parametrize("name", ["GlobalNorm", "by_place"])
 def test_what_depends_on_other_parameters_is_refused(name: str) -> None:
-    kwargs = {"lr": 0.1} if name == "Clipping" else {}
+    kwargs = {"lr": 0.1} if name == "GlobalNorm" else {}
     with pytest.raises(ConfigError, match=rf"{name}' computes with all of its parameters at once"):
         require_separable(source(name, kwargs=kwargs), STAGES)
     require_separable(source(name, kwargs=kwargs), STAGES[:2])  # one stage trains all
@@ -82,4 +72,4 @@ def test_what_looks_at_one_at_a_time_or_cannot_be_tried_passes(
 
 def test_torchs_own_need_not_be_tried() -> None:
     assert is_torchs_own(OptimizerFactory(callable="torch.optim:SGD"))
-    assert not is_torchs_own(source("Clipping"))
+    assert not is_torchs_own(source("GlobalNorm"))
