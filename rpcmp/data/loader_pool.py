@@ -11,7 +11,6 @@ import errno
 import os
 import pickle
 import platform
-import queue
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +54,7 @@ class _Loader(NamedTuple):
     process: ForkProcess
     connection: socket.socket
     handoff: Handoff
+    thread: ThreadPoolExecutor
 
 
 class LoaderPool:
@@ -66,11 +66,8 @@ class LoaderPool:
         self._stage = stage
         self._references = config.graph().parts(stage)
         self._all: list[_Loader] = []
-        self._idle = queue.SimpleQueue[_Loader]()
         for _ in range(section.num_loaders):
             self._all.append(self._fork(config))
-            self._idle.put(self._all[-1])
-        self._threads = ThreadPoolExecutor(len(self._all), "rpcmp-loader")
 
     def holding(self) -> DatasetInfo:
         """Wait until the datasets are built, and return their sizes; called once."""
@@ -89,29 +86,30 @@ class LoaderPool:
             loader = self._all.pop()
             loader.handoff.close()
             loader.process.join(END_SECONDS)
-        self._idle = queue.SimpleQueue()
-        self._idle.put(self._all[0])
-        self._threads = ThreadPoolExecutor(1, "rpcmp-loader")  # so that they are read in order
 
     @property
     def pids(self) -> list[int]:
         return [loader.process.pid or 0 for loader in self._all]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for loader in self._all:
+            loader.thread.shutdown(wait=False, cancel_futures=True)
             loader.handoff.close()
         for loader in self._all:
             loader.process.join(END_SECONDS)
 
     def load(self, drawn: BatchIndices, done: Callable[[Parts | RpcmpError], None]) -> None:
-        """Load a mini-batch as soon as a process is idle, and call `done` from another thread."""
+        """Load a mini-batch, and call `done` from another thread.
+
+        Processes take turns, like torch's, and each loads in the order of the calls: a dataset that
+        keeps something from sample to sample, such as a generator, gives the same in every run.
+        """
+        loader = self._all[drawn.batch_id % len(self._all)]
 
         def load() -> Parts:
-            answer = self._ask(list(drawn[1:]))
-            return _unpacked(self._references, answer)
+            return _unpacked(self._references, self._ask(loader, list(drawn[1:])))
 
-        self._submit(load, done)
+        self._submit(loader, load, done)
 
     def weigh(self, targets: Any, header: RoundHeader) -> list[LossWeight]:
         """Weigh a mini-batch that was announced for another number of micro-batches.
@@ -125,9 +123,12 @@ class LoaderPool:
 
     def order(self, epoch: int, done: Callable[[Tensor | RpcmpError], None]) -> None:
         """Draw the order of an epoch, and call `done` from another thread."""
-        self._submit(lambda: self._ask([epoch])["indices"], done)
+        loader = self._all[0]
+        self._submit(loader, lambda: self._ask(loader, [epoch])["indices"], done)
 
-    def _submit(self, load: Callable[[], T], done: Callable[[T | RpcmpError], None]) -> None:
+    def _submit(
+        self, loader: _Loader, load: Callable[[], T], done: Callable[[T | RpcmpError], None]
+    ) -> None:
         def run() -> None:
             try:
                 loaded: T | RpcmpError = load()
@@ -137,18 +138,14 @@ class LoaderPool:
                 loaded = stage_error(self._stage, error)
             done(loaded)
 
-        self._threads.submit(run)
+        loader.thread.submit(run)
 
-    def _ask(self, request: list[Any]) -> Any:
-        """Return the answer of the next process that is idle."""
-        loader = self._idle.get()
+    def _ask(self, loader: _Loader, request: list[Any]) -> Any:
         try:
             loader.handoff.send(request)
             answer = self._receive(loader)
         except OSError as error:
             raise self._lost(loader, error) from None
-        finally:
-            self._idle.put(loader)
         if "error" in answer:
             raise from_wire(answer["error"])
         return answer
@@ -183,7 +180,7 @@ class LoaderPool:
         process = get_context("fork").Process(target=run, name="rpcmp-data")
         with theirs:
             process.start()
-        return _Loader(process, ours, Handoff(ours))
+        return _Loader(process, ours, Handoff(ours), ThreadPoolExecutor(1, "rpcmp-loader"))
 
 
 def _unpacked(references: Sequence[Reference], answer: Message) -> Parts:

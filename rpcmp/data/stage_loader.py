@@ -6,8 +6,9 @@ a forward needs a slice of 5  ──get───────> its own copy, once
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,8 @@ class StageDataLoader:
         self._loaders = loaders
         self._lock = threading.Lock()
         self._mini_batches: dict[int, _MiniBatch] = {}
+        self._overtaking: dict[int, Callable[[], None]] = {}
+        self._next = 1
         self._aborted_round = 0
 
     def __len__(self) -> int:
@@ -80,7 +83,8 @@ class StageDataLoader:
             with self._lock:
                 # No round needs what has no samples: a stream that is read again.
                 mini_batch = self._mini_batch(batch.batch_id) if batch.samples else _MiniBatch()
-            self._loaders.load(batch, mini_batch.parts.set_result)
+                load = functools.partial(self._loaders.load, batch, mini_batch.parts.set_result)
+                self._in_order(batch.batch_id, load)
         answer: Future[Any] = Future()
         if self.holding is None or drawn[-1].dataset not in self.holding.streams:
             answer.set_result("")
@@ -95,6 +99,13 @@ class StageDataLoader:
 
         transport.when_all([(NOBODY, mini_batch.parts)], loaded)
         return answer
+
+    def _in_order(self, number: int, load: Callable[[], None]) -> None:
+        """Load in the order of the numbers, although announcements overtake each other."""
+        self._overtaking[number] = load
+        while (load_next := self._overtaking.pop(self._next, None)) is not None:
+            load_next()
+            self._next += 1
 
     def get(self, bundle: Bundle, reference: Reference) -> Future[Any]:
         """Return StageOutputs per micro-batch of a bundle, or a Raised; copies at every call.

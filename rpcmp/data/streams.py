@@ -205,7 +205,6 @@ class StreamReader:
         self._batches = StreamBatches(config, num_workers if num_workers > 1 else 0, "fork")
         self.position = ""
         self._next = self._batches.begin()
-        self._early: dict[int, tuple[Loaded | None, Position]] = {}
         self._failure: Exception | None = None
 
     def __len__(self) -> int:
@@ -217,20 +216,18 @@ class StreamReader:
         self._next = self._batches.begin()
 
     def load(self, key: Key) -> Loaded | None:
-        """Return the mini-batch of a key; None for one that was read before.
-
-        The requests for some mini-batches may have overtaken each other, so some are kept.
-        """
+        """Return the mini-batch of a key; None for one that was read before. Called in order."""
         _, index, samples = key
-        while self._next <= index and self._failure is None:
-            try:
-                self._early[self._next] = self._batches.read()
-            except Exception as error:
-                self._failure = error
-            self._next += 1
-        if index not in self._early and self._failure is not None:
+        if self._failure is not None:
             raise self._failure
-        loaded, position = self._early.pop(index)
+        try:
+            for _ in range(self._next, index):  # others of the turn in which it goes on
+                self._batches.read()
+            loaded, position = self._batches.read()
+            self._next = index + 1
+        except Exception as error:
+            self._failure = error  # what comes after it is not known
+            raise
         if not samples:  # it is only read again
             loaded = None
         if loaded is not None and loaded.num_samples != len(samples):

@@ -117,16 +117,13 @@ class RemoteStream:
             raise JobError(f"stage {label!r} answers with {error}") from error
 
     def _go_on(self, text: str) -> None:
-        """Let the stages go on from a position, which is done before anything else is announced.
-
-        The first message goes alone, since others could overtake it.
-        """
+        """Let the stages go on from a position, which is done before anything else is announced."""
         start = self.parse(text)
         if not start.is_read_again:
             self._next = start.read
             results(self._send(text))
         while self._next < start.read:
-            at_once = 1 if self._next == 0 else min(AGAIN_AT_ONCE, start.read - self._next)
+            at_once = min(AGAIN_AT_ONCE, start.read - self._next)
             sent = [self._send(text if self._next == 0 else "", again=True) for _ in range(at_once)]
             for number, answers in enumerate(sent, self._next - at_once + 1):
                 self._skipped(self._common(answers, number))

@@ -155,7 +155,7 @@ class BatchIndices(NamedTuple):
     """A mini-batch that stages load themselves, as the indices of its samples.
 
     Attributes:
-        batch_id: unique per generation, from 1.
+        batch_id: unique per generation, from 1 without a gap, since stages load in that order.
         dataset: "train" or "test".
         epoch: counted from 1.
         batch: index in the epoch; random transforms draw from (seed, epoch, batch).

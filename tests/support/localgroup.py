@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -116,7 +117,7 @@ class LocalLoaders(LoaderPool):
     def __init__(self, config: Config, stage: str) -> None:
         self._config, self._stage = config, stage
         self._references = config.graph().parts(stage)
-        self._threads = ThreadPoolExecutor(1, "local-loader")
+        self._all = [cast(Any, SimpleNamespace(thread=ThreadPoolExecutor(1, "local-loader")))]
         self._loading = loader_process.Loading(config, stage)
 
     def holding(self) -> DatasetInfo:
@@ -124,11 +125,11 @@ class LocalLoaders(LoaderPool):
         return DatasetInfo(self._stage, built["sizes"], built["streams"])
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._all[0].thread.shutdown()
 
-    def _ask(self, what: list[Any]) -> Any:
-        asked = self._loading.order if len(what) == 1 else self._loading.load
-        return _answered(asked(*what))
+    def _ask(self, loader: Any, request: list[Any]) -> Any:
+        asked = self._loading.order if len(request) == 1 else self._loading.load
+        return _answered(asked(*request))
 
 
 def _answered(answer: Message) -> Message:

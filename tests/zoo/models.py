@@ -103,6 +103,20 @@ class Noise(Dataset[tuple[Tensor, int]]):
         return torch.rand(3), index
 
 
+class Counting(Dataset[tuple[Tensor, int]]):
+    """A dataset that remembers how many samples it has given."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.given += 1
+        return torch.tensor(float(self.given)), index
+
+
 def mean_absolute_error(outputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
     """A loss that is a function."""
     return scale * (outputs - targets).abs().mean()

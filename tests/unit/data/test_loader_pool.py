@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,6 +71,23 @@ def test_loader_processes_load_the_same_bits_as_a_driver(
             assert list(parts.trees) == [INPUT, TARGET]
             assert torch.equal(parts.trees[INPUT], inputs)
             assert torch.equal(parts.trees[TARGET], targets)
+
+
+def test_a_dataset_that_counts_gives_the_same_in_every_run(
+    loaders: Callable[..., LoaderPool],
+) -> None:
+    def first_samples() -> list[float]:
+        made = loaders(num_workers=2, train="tests.zoo.models:Counting")
+        made.holding()
+        found: dict[int, Parts | RpcmpError] = {}
+        for number in range(1, 7):
+            done = functools.partial(found.__setitem__, number)
+            made.load(BatchIndices(number, "train", 1, number - 1, [0, 1]), done)
+        poll_for(lambda: len(found) == 6, "all mini-batches")
+        parts = [cast(Parts, found[number]) for number in range(1, 7)]
+        return [part.trees[INPUT][0].item() for part in parts]
+
+    assert first_samples() == [1, 1, 3, 3, 5, 5]  # each of two processes counts by itself
 
 
 def test_an_error_of_a_dataset_names_the_host(

@@ -90,6 +90,19 @@ def test_a_request_may_overtake_the_announcement(given: Given, feed: StageDataLo
     assert values(answer)[0].tolist() == [0, 1, 2]
 
 
+def test_announcements_that_overtake_each_other_are_loaded_in_order(
+    given: Given, feed: StageDataLoader
+) -> None:
+    feed.prefetch([drawn(3)])
+    feed.prefetch([drawn(2)])
+    assert list(given.asked) == []
+    feed.prefetch([drawn(1)])
+    assert list(given.asked) == [1, 2, 3]
+    feed.forget(1)
+    feed.prefetch([drawn(4)])
+    assert list(given.asked) == [1, 2, 3, 4]
+
+
 def test_targets_come_with_what_the_loss_counts_in_them(
     given: Given, feed: StageDataLoader
 ) -> None:
