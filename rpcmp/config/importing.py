@@ -157,6 +157,11 @@ def set_allow_list(prefixes: Sequence[str] | None) -> None:
     _lists[:] = [] if prefixes is None else [AllowList(prefixes)]
 
 
+def is_restricted() -> bool:
+    """Whether this process runs nothing but what an allow list has."""
+    return bool(_lists)
+
+
 def filter_allowed(modules: Iterable[str]) -> list[str]:
     """Return the modules among these that a job's callables may come from."""
     return [module for module in modules if all(allowed.has_module(module) for allowed in _lists)]

@@ -179,12 +179,16 @@ class Samples(Dataset[Any]):
         self.dataset = dataset
         self._seed = seed
         self._collate = collate
+        self._epoch = 0
 
     def __len__(self) -> int:
         return len(require_sized(self.dataset))
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index, samples = key
+        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch - 1)  # as trainers of other libraries do, counted from 0
+        self._epoch = epoch
         random_streams.seed_all(self._seed, "batch", epoch, index)
         # Like torch's own loaders, which load many samples at once if the dataset can.
         if load_samples := getattr(self.dataset, "__getitems__", None):

@@ -122,9 +122,11 @@ def assemble(tiles: Tensor) -> Tensor:
 
 
 def ink_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of the pixels with ink whose digit is right.
+    """Return the share of a scene's pixels with ink whose digit is right, as a mean over scenes.
 
-    The ground, most of a scene, does not count.
+    The ground, most of a scene, does not count. A share of all scenes' ink together would be no
+    mean over samples, and so depend on how a mini-batch is cut.
     """
     ink = targets != GROUND
-    return (outputs.argmax(dim=1) == targets)[ink].float().mean()
+    right = (outputs.argmax(dim=1) == targets) & ink
+    return (right.sum((1, 2)) / ink.sum((1, 2)).clamp(min=1)).mean()

@@ -30,7 +30,7 @@ code run, no file read or written, no tensor seen, no run ended.
                 that they have; read and write checkpoints beneath --checkpoints, other jobs' too;
                 take over a job whose driver was lost; stop servers
         cannot  reach keys, homes, other data, or the server itself
-        shown   test_confinement, test_allow
+        shown   test_confinement, test_allow, test_operations
     A job's code, whoever its author
         can     use the network, compute, and slow down its host; read what every user of the host
                 may, what --data and `[data] paths` grant, and the job's own files; see the names

@@ -108,7 +108,7 @@ def assign(
         for layer in names
     }
     known = None
-    in_parts = _optimizer_in_parts(config)
+    in_parts = _updates_in_parts(config)
     if config.refers_to_parameters or config.init is not None or in_parts is not None:
         known = parameter_names.named_parameters_of(config, layers_of_stages)
     weights = _weights_of_layers(config, stage_of, known)
@@ -124,7 +124,9 @@ def assign(
     if known is not None:
         _check_names(config, known, stage_of)
         if in_parts is not None:
-            optimizer_parts.require_separable(in_parts, _trained_shapes(config, known, stage_of))
+            source, schedule = in_parts
+            shapes = _trained_shapes(config, known, stage_of)
+            optimizer_parts.require_separable(source, shapes, schedule)
     return [
         Assignment(
             config=config,
@@ -148,11 +150,14 @@ def assign(
     ]
 
 
-def _optimizer_in_parts(config: Config) -> OptimizerFactory | None:
-    """Return the user's own optimizer that several stages have each for itself, if there is one."""
-    first, *others = (config.optimizer_of(index) for index in range(config.num_stages))
+def _updates_in_parts(config: Config) -> tuple[OptimizerFactory, Factory | None] | None:
+    """Return what several stages have each for itself, if any of it is the user's own."""
+    first, *others = (
+        (config.optimizer_of(index), config.scheduler_of(index))
+        for index in range(config.num_stages)
+    )
     is_one = bool(others) and all(each == first for each in others)
-    return first if is_one and not optimizer_parts.is_torchs_own(first) else None
+    return first if is_one and optimizer_parts.has_own(*first) else None
 
 
 def _trained_shapes(

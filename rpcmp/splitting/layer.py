@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rpcmp.config import importing
 from rpcmp.config.types import COPY
 from rpcmp.splitting.exporting import Structure, arguments, as_returned, restore
 from rpcmp.splitting.guards import holds, in_words
-from rpcmp.splitting.program import Program, compiled, name_of_kind
+from rpcmp.splitting.program import Program, compiled, name_of_kind, require_bounded
 from rpcmp.splitting.split import CONSTANTS, InputPlan, Split
 
 BATCH_NORM, IN_TRAINING = "aten.batch_norm.default", 5
@@ -37,6 +38,9 @@ class SplitLayer(nn.Module):
     def __init__(self, split: Split, index: int, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         plan = split.layers[index]
+        if importing.is_restricted():
+            require_bounded(plan.training)
+            require_bounded(plan.evaluation)
         # Names that no submodule of the user's has.
         self._split_programs = {True: plan.training, False: plan.evaluation}
         self._split_inputs = split.inputs if index == 0 else None

@@ -22,7 +22,9 @@ import torch.nn.functional as F  # noqa: N812
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import fx, nn
 
+from rpcmp.config import importing
 from rpcmp.errors import ConfigError, one_line
+from rpcmp.splitting import operations
 
 Encoded: TypeAlias = Any
 """JSON, as above."""
@@ -44,6 +46,12 @@ REFUSED_PARTS = ("unsafe", "_nested", "_sparse", "_reshape_alias", "_from_buffer
 
 MAX_EXPONENT = 64
 
+MAX_SIZE = 2**63
+"""Of a tensor's sizes and what is computed of them; numbers of Python would grow without end."""
+
+DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu", "xla", "mtia", "maia")
+"""Of autocast regions."""
+
 
 def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return arithmetic that takes numbers only: not texts, and no powers without end."""
@@ -53,7 +61,10 @@ def _of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError(f"{function.__name__} of what is no number")
         if function is operator.pow and abs(values[1]) > MAX_EXPONENT:
             raise ValueError(f"a power of {values[1]}")
-        return function(*values)
+        result = function(*values)
+        if isinstance(result, int) and abs(result) > MAX_SIZE:
+            raise ValueError(f"{function.__name__} gives more than any size")
+        return result
 
     call.__name__ = call.__qualname__ = function.__name__
     return call
@@ -187,6 +198,44 @@ def _decode(value: Encoded, values: dict[str, fx.Node], device: torch.device) ->
     raise ConfigError(f"{value!r} is no value of a program")
 
 
+def require_bounded(program: Program) -> None:
+    """Check the operations of a program that runs where none of the user's code may.
+
+    Raises:
+        ConfigError: one could do more than compute, or trusts what it is given.
+    """
+    for node in program.nodes:
+        try:
+            _require_bounded(node)
+        except (ValueError, TypeError) as error:
+            line = f" (of {node.where})" if node.where else ""
+            raise ConfigError(
+                f"a cut module calls {node.calls!r}{line}, and a server that was started with "
+                f"--no-code or --allow runs no such call for a config: {error}; start the server "
+                "without them, or give `layers` of torch.nn's modules in [model]"
+            ) from error
+
+
+def _require_bounded(node: Node) -> None:
+    if node.body is not None:
+        if not all(isinstance(each, dict) and "of" in each for each in node.args):
+            raise ValueError("a region takes values that were computed")
+        for key, value in node.kwargs.items():
+            is_known = {
+                "device_type": value in (None, *DEVICE_TYPES),
+                "dtype": value is None or (isinstance(value, dict) and [*value] == ["dtype"]),
+                "enabled": isinstance(value, bool),
+                "cache_enabled": value is None or isinstance(value, bool),
+            }
+            if not is_known.get(key, False):
+                raise ValueError(f"its option {key!r} is not known")
+        require_bounded(node.body)
+    elif node.calls not in _SIZES:
+        operations.require_bounded(node.calls, node.args, node.kwargs)
+    elif node.calls == "operator.getitem" and type(node.args[-1]) is not int:
+        raise ValueError("it takes one of several results, by its number")
+
+
 def compiled(
     program: Program, device: torch.device, owner: nn.Module
 ) -> Callable[..., tuple[Any, ...]]:
@@ -261,8 +310,7 @@ def _function(node: Node, device: torch.device) -> Callable[..., Any]:
             found = getattr(found, part, None)
     if not isinstance(found, _Operation) or str(found) != node.calls:
         raise ConfigError(f"no program may call {node.calls!r}")
-    function: Callable[..., Any] = found
-    return function
+    return operations.checked(node.calls, found) if importing.is_restricted() else found
 
 
 def _late(name: str) -> Callable[..., Any]:

@@ -15,6 +15,9 @@ from typing import Any
 from torch import fx
 from torch.export import ExportedProgram
 
+CHECKS_A_CAST = "aten._assert_tensor_metadata.default"
+"""What torch writes before each `to`: that its tensor still has the dtype that it was cut with."""
+
 WITHIN = "rpcmp_regions"
 """Key in a node's `meta`: the regions that it lies in, the outermost first."""
 
@@ -49,7 +52,7 @@ def _copy(
     """
     owner = source.owning_module
     for node in source.nodes:
-        if node in known or node.op == "get_attr":
+        if node in known or node.op == "get_attr" or str(node.target) == CHECKS_A_CAST:
             continue
         if node.op == "output":
             return _mapped(node.args[0], known)

@@ -86,8 +86,8 @@ class FirstForward:
         modules = [*self._model.modules()]
         with quiet(modules):
             require_unmoved(forward, parts[0], state, self._model.watch)
-            # A module that is cut was asked where it was cut.
-            if not any(isinstance(each, SplitLayer) for each in modules):
+            # In a cut batch normalization cannot be told apart, to be left out.
+            if not any(isinstance(each, SplitLayer) and each.needs_two_samples for each in modules):
                 require_independent(forward, parts, counts, state)
         functions = self._seen_eagerly(meta, state) if self._model.compiles else self._functions
         trained = [each for _, each in self._model.named_parameters() if each.requires_grad]

@@ -237,11 +237,12 @@ class _FirstRounds:
             self._require_fixed()
             return
         self._loss.require_additive(outputs, targets, meta.num_samples)
-        for metric in self._metrics:
+        for metric in [*self._metrics]:
             try:
                 metric.require_additive(outputs, targets, meta.num_samples)
             except ConfigError as error:  # it decides nothing of what is trained
                 warnings.warn(str(error), stacklevel=1)
+                self._metrics.remove(metric)  # said once, not with each micro-batch's numbers
 
     def _require_fixed(self) -> None:
         """Check that frozen parameters, which no snapshot has, are as they were.

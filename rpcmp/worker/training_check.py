@@ -222,8 +222,12 @@ def _gradients(
 
 
 def _tell(error: Exception) -> None:
-    """Log why nothing can be compared: that it cannot do with single samples is no fault."""
-    log.info("a forward of single samples cannot be compared: %s", one_line(error))
+    """Tell why nothing can be compared: that it cannot do with single samples is no fault."""
+    log.warning(
+        "whether micro-batches are as good as the mini-batch cannot be tried, since a forward of a "
+        "sample or two fails (%s)",
+        one_line(error),
+    )
 
 
 @contextlib.contextmanager

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
+from torch import nn
 
+from rpcmp.config.job_sections import ModelCut
 from rpcmp.config.schema import Config
 from rpcmp.pipelining import partition
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.rpc import tensors
 from rpcmp.server.connection import versions
 from rpcmp.server.host_facts import CheckRequest, HostFacts
+from rpcmp.splitting.program import Node
+from rpcmp.splitting.split import split_module
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import doctor_pb2
 from rpcmp.v1.control_pb2_grpc import ControlStub, SnapshotsStub
@@ -91,6 +96,58 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
         error = next(change.error for change in watched if change.error)
         assert "--allow or --no-code" in error
         watched.cancel()  # type: ignore[no-untyped-call]
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("calls", "args"),
+    [
+        ("aten._assert_async.msg", [{"of": "linear"}, '"); system("touch PATH"); ("']),
+        ("aten.max_pool2d_with_indices_backward.default", [{"of": "linear"}] * 2),
+    ],
+)
+def test_a_server_without_code_runs_no_operation_that_trusts_its_arguments(
+    tmp_path: Path, calls: str, args: list[Any]
+) -> None:
+    split = split_module(nn.Linear(2, 2), torch.ones(2, 2))
+    (layer,) = split.layers
+    program = layer.training
+    canary = tmp_path / "canary"
+    given = [each.replace("PATH", str(canary)) if isinstance(each, str) else each for each in args]
+    more = Node(name="hostile", calls=calls, args=given)
+    program = program.model_copy(update={"nodes": [*program.nodes, more]})
+    hostile = split.model_copy(
+        update={"layers": [layer.model_copy(update={"training": program, "evaluation": program})]}
+    )
+    model = {"module": "torch.nn:Linear", "kwargs": {"in_features": 2, "out_features": 2}}
+    config = Config.model_validate(
+        {"loss": "torch.nn:MSELoss", "model": {**model, "num_stages": 1}, "compile": True}
+    ).with_cut(ModelCut(layers=[layer.name], split=hostile.pack()))
+    with (
+        running_servers(1, "--no-code", apart=False) as (server,),
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        job = prepared(server, "")
+        ControlStub(channel).Prepare(job, timeout=120)
+        watched = ControlStub(channel).Watch(
+            pb.WatchRequest(job_id=job.job_id, generation=1), timeout=120
+        )
+        ControlStub(channel).Start(
+            pb.StartRequest(
+                job_id=job.job_id,
+                generation=1,
+                stage_name="stage0",
+                rendezvous=server.address,
+                members=["stage0", "driver"],
+                assignment=Assignment(
+                    config=config, stage_index=0, layers=[layer.name]
+                ).model_dump_json(),
+            ),
+            timeout=120,
+        )
+        error = next(change.error for change in watched if change.error)
+        watched.cancel()  # type: ignore[no-untyped-call]
+    assert f"a cut module calls '{calls}', and a server that was started with --no-code" in error
     assert not canary.exists()
 
 

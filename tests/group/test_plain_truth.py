@@ -12,6 +12,7 @@ from torch import nn
 
 from rpcmp.config import importing, loader
 from rpcmp.config.schema import Config
+from rpcmp.driver import module_proof
 from rpcmp.errors import ConfigError, JobError, StageConfigError
 from tests.support import plain
 from tests.support.cuts import cut_here
@@ -298,13 +299,27 @@ def test_a_module_that_is_cut_is_asked_where_it_is_cut(
         configured(job, *own)
 
 
+def test_a_module_too_large_for_a_proof_is_asked_in_step_1(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_proof, "is_quick", lambda module, inputs: False)
+    own = [
+        'model.module="tests.zoo.surprises:Unsplit"',
+        'model.kwargs={ kind = "mean" }',
+        'model.split=["first", "second"]',
+    ]
+    reason = "at step 1: in training, output 0 of some samples"
+    with local_group(configured(job, *own)) as local, pytest.raises(JobError, match=reason):
+        local.train()
+
+
 def test_an_optimizer_of_all_parameters_needs_one_stage(job: JobFolder) -> None:
     own = [
         'model.layers="tests.zoo.surprises:once_a_step"',
         'model.kwargs={ kind = "" }',
         'optimizer={ callable = "tests.zoo.surprises:GlobalNorm", kwargs = { lr = 0.05 } }',
     ]
-    reason = "computes with all of its parameters at once"
+    reason = "computes with all parameters at once"
     with pytest.raises((ConfigError, JobError), match=reason), local_group(configured(job, *own)):
         pass
 

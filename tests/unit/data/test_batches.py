@@ -21,13 +21,14 @@ from torch import Tensor, multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     TensorDataset,
 )
 
 from rpcmp.config.job_sections import DataConfig
 from rpcmp.config.types import Factory
-from rpcmp.data.batches import Batches, Loaded, received
+from rpcmp.data.batches import Batches, Loaded, Samples, received
 from rpcmp.errors import ConfigError, JobError
 from rpcmp.pipelining import random_streams
 from tests.support.forkedcall import in_a_fork
@@ -289,3 +290,24 @@ class HasLock:
 def test_a_dataset_that_cannot_be_sent_to_loaders_is_an_error_with_a_way_out() -> None:
     with pytest.raises(ConfigError, match=r"num_workers processes \(TypeError: cannot pickle"):
         next(received(cast(Any, HasLock())))
+
+
+class ByEpoch(Dataset[Any]):
+    """Samples that change from epoch to epoch."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 2
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor(self.epoch), index
+
+
+def test_a_dataset_is_told_the_epoch() -> None:
+    samples = Samples(ByEpoch(), 0)
+    found = [samples.load((epoch, 0, [0, 1])).inputs.tolist() for epoch in (1, 1, 2, 1)]
+    assert found == [[0, 0], [0, 0], [1, 1], [0, 0]]

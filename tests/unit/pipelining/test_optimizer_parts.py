@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rpcmp.config.types import OptimizerFactory
+from rpcmp.config.types import Factory, OptimizerFactory
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining.optimizer_parts import is_torchs_own, require_separable
+from rpcmp.pipelining.optimizer_parts import has_own, require_separable
 from tests.zoo.surprises import GlobalNorm  # noqa: F401  # by its name here
 
 STAGES = [{"a.weight": (8, 4), "a.bias": (8,)}, {}, {"b.weight": (1, 8), "b.bias": (1,)}]
@@ -46,6 +46,27 @@ def by_shape(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
+class ByMomentum(torch.optim.lr_scheduler.LRScheduler):
+    """The rate falls with the mean size of all momenta."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        states = self.optimizer.state.values()
+        sizes = [each["momentum_buffer"].abs().mean().item() for each in states]
+        return [rate / (1 + sum(sizes) / max(1, len(sizes))) for rate in self.base_lrs]
+
+
+class ByCount(torch.optim.lr_scheduler.LRScheduler):
+    """The rate falls with the steps."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+
+def watching(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """Watches the loss."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
 def source(name: str, **more: Any) -> OptimizerFactory:
     return OptimizerFactory(callable=f"{__name__}:{name}", **more)
 
@@ -53,7 +74,7 @@ def source(name: str, **more: Any) -> OptimizerFactory:
 @pytest.mark.parametrize("name", ["GlobalNorm", "by_place"])
 def test_what_depends_on_other_parameters_is_refused(name: str) -> None:
     kwargs = {"lr": 0.1} if name == "GlobalNorm" else {}
-    with pytest.raises(ConfigError, match=rf"{name}' computes with all of its parameters at once"):
+    with pytest.raises(ConfigError, match=rf"{name}' computes with all parameters at once"):
         require_separable(source(name, kwargs=kwargs), STAGES)
     require_separable(source(name, kwargs=kwargs), STAGES[:2])  # one stage trains all
 
@@ -70,6 +91,20 @@ def test_what_looks_at_one_at_a_time_or_cannot_be_tried_passes(
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("name", ["ByMomentum", "ByCount", "watching"])
+def test_a_scheduler_may_not_read_all_parameters_either(name: str) -> None:
+    momentum = OptimizerFactory(
+        callable="torch.optim:SGD", kwargs={"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    )
+    schedule = Factory(callable=f"{__name__}:{name}")
+    if name != "ByMomentum":
+        require_separable(momentum, STAGES, schedule)
+        return
+    with pytest.raises(ConfigError, match=r"^scheduler = '.*ByMomentum' computes with all"):
+        require_separable(momentum, STAGES, schedule)
+
+
 def test_torchs_own_need_not_be_tried() -> None:
-    assert is_torchs_own(OptimizerFactory(callable="torch.optim:SGD"))
-    assert not is_torchs_own(source("GlobalNorm"))
+    sgd, schedule = "torch.optim:SGD", Factory(callable="torch.optim.lr_scheduler:StepLR")
+    assert has_own(OptimizerFactory(callable=sgd), schedule) == []
+    assert has_own(source("by_shape"), schedule) == [f"optimizer = '{__name__}:by_shape'"]

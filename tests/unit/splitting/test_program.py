@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.splitting.program import Node, Program, compiled, encode
+from rpcmp.splitting.program import Node, Program, compiled, encode, require_bounded
 
 CPU = torch.device("cpu")
 
@@ -108,6 +108,8 @@ def test_nothing_but_values_can_be_named(value: Any) -> None:
 def test_sizes_are_reckoned_with_numbers(calls: str, args: list[Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         run([Node(name="a", calls=calls, args=args)])
+    with pytest.raises(ValueError, match="mul gives more than any size"):
+        run([Node(name="a", calls="operator.mul", args=[2**62, 4])])
     assert run([Node(name="a", calls="operator.pow", args=[2, 5])]) == 32
 
 
@@ -147,3 +149,49 @@ def test_nothing_but_tensors_of_the_layer_can_be_read(path: str) -> None:
 def test_an_argument_without_a_form_is_refused() -> None:
     with pytest.raises(ConfigError, match="an operation's argument is object"):
         encode(object())
+
+
+INNER = Program(inputs=["y"], nodes=[], outputs=[{"of": "y"}])
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ({"calls": "aten._assert_async.msg", "args": [{"of": "x0"}, "1"]}, "not among"),
+        ({"calls": "operator.getitem", "args": [{"of": "x0"}, {"slice": [0, 1]}]}, "by its number"),
+        ({"calls": "no_grad", "args": [3], "body": INNER}, "values that were computed"),
+        (
+            {"calls": "autocast", "kwargs": {"device_type": "x"}, "body": INNER},
+            "its option 'device_type' is not known",
+        ),
+        ({"calls": "autocast", "kwargs": {"more": 1}, "body": INNER}, "its option 'more'"),
+        (
+            {
+                "calls": "no_grad",
+                "body": INNER.model_copy(
+                    update={"nodes": [Node(name="b", calls="aten.set_.source_Tensor")]}
+                ),
+            },
+            "calls 'aten.set_.source_Tensor'",
+        ),
+    ],
+)
+def test_a_host_without_code_runs_nothing_that_trusts_its_arguments(
+    node: dict[str, Any], text: str
+) -> None:
+    program = Program(inputs=["x0"], nodes=[Node(name="a", where="net.py:3", **node)], outputs=[])
+    with pytest.raises(ConfigError, match=rf"{text}.*give `layers` of torch.nn's modules"):
+        require_bounded(program)
+
+
+def test_a_host_without_code_runs_what_models_are_made_of() -> None:
+    options = {"device_type": "cuda", "dtype": {"dtype": "bfloat16"}, "enabled": True}
+    body = INNER.model_copy(
+        update={"nodes": [Node(name="r", calls="aten.relu.default", args=[{"of": "y"}])]}
+    )
+    nodes = [
+        Node(name="a", calls="autocast", args=[{"of": "x0"}], kwargs=options, body=body),
+        Node(name="b", calls="operator.getitem", args=[{"of": "a"}, 0]),
+        Node(name="c", calls="torch.sym_max", args=[{"of": "n"}, 2]),
+    ]
+    require_bounded(Program(inputs=["x0", "n"], nodes=nodes, outputs=[]))

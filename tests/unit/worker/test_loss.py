@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError, FactoryError
-from rpcmp.rpc.messages import LossWeight, MicrobatchMeta
+from rpcmp.rpc.messages import LossWeight, MicrobatchMeta, Mode
 from rpcmp.worker.loss import SinkLoss, is_looked_at
 from tests.support.rounds import header
 
@@ -164,6 +164,23 @@ def test_micro_batches_that_are_even_in_themselves_are_compared_with_each_other(
     loss.prove(outputs, full, at, None)
     with pytest.raises(ConfigError, match="depends on how a mini-batch is cut into micro-batches"):
         loss.prove(outputs, half, at._replace(number=1), None)
+
+
+def of_those_that_count(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[targets > 0].mean()
+
+
+def test_a_metric_that_is_no_mean_over_samples_is_told_once() -> None:
+    loss = sink(metrics={"some": f"{__name__}:of_those_that_count"})
+    outputs, targets = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            at = MicrobatchMeta(header(1, 2, num_samples=8, mode=Mode.EVALUATE), number, 4)
+            loss.prove(outputs + number, targets, at, None)
+    (text,) = [str(each.message) for each in caught]
+    assert text.startswith("metrics.some = ")
+    assert "depends on how a mini-batch is cut into micro-batches" in text
 
 
 @pytest.mark.parametrize(("number", "is_due"), [(1, True), (7, True), (9, False), (64, True)])
