@@ -174,6 +174,7 @@ class Checkpoints:
             cuts=self.cuts.known,
             shares=shares,
             config=stored(self._config),
+            recorded_at=time.time(),
         )
 
     def resume_at(self, step: int, saved: int) -> None:

@@ -27,11 +27,11 @@ from rpcmp.config.schedule_options import ScheduleOptions
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import DrainingError, WorkerDiedError, from_wire
+from rpcmp.job.driver_record import DriverRecord
 from rpcmp.job.failure_detection import FirstFailure, Watchdog, task_group
 from rpcmp.job.restore_point import ChooseRestorePoint, RestorePoint, from_config
 from rpcmp.job.server_calls import shipped_code
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import DriverRecord
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.worker_group import WorkerGroup
 from rpcmp.net.relay import Relay

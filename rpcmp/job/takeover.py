@@ -6,7 +6,7 @@
 
 The stages' state is in the snapshots that servers hold for their recovery anyway. The driver's own
 is some hundred bytes per step, so the next driver starts where the stages are, and not at the last
-checkpoint on a disk.
+checkpoint on a disk. It believes what a driver has signed; see `driver_record`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, JsonValue
 
@@ -32,17 +32,20 @@ from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
 from rpcmp.job.cuts import with_stages
+from rpcmp.job.driver_record import proven, signed
 from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPlace, ServerPool
 from rpcmp.observability.events import SummaryEvent
-from rpcmp.observability.events.event import dumps
 from rpcmp.process.channel import Message
 from rpcmp.server.connection import software_versions
 from rpcmp.server.driver_memory import SILENT_SECONDS
 from rpcmp.v1 import control_pb2 as pb
 
-BEAT_SECONDS = 1.0
-"""Between two messages of a driver that has nothing to record."""
+MOST_AHEAD = 1000
+"""Generations that a server may have seen since its driver has recorded one."""
+
+MOST_CHARACTERS = 64
+"""Of a driver's id."""
 
 RETRY_SECONDS = 0.5
 
@@ -81,6 +84,7 @@ class About(Strict):
         cuts: all that the run has had; see rpcmp.job.cuts.
         shares: of the replicas of stages, by the stage's index.
         config: as manifests have it.
+        recorded_at: when its driver began to record this, in seconds since 1970.
     """
 
     run: str
@@ -91,6 +95,7 @@ class About(Strict):
     cuts: list[dict[str, list[str]]] = Field(default_factory=list)
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
+    recorded_at: float = 0.0
 
     @property
     def places(self) -> list[ServerPlace]:
@@ -144,6 +149,7 @@ class LostJob:
         generation: its last one.
         drivers: ids of the drivers that have recorded it.
         states: the driver's own state after each step.
+        number: of the newest state.
     """
 
     job_id: str
@@ -151,6 +157,7 @@ class LostJob:
     drivers: list[str]
     about: About
     states: dict[int, Message]
+    number: int
 
     def saves_where(self, config: Config) -> bool:
         """Return whether its checkpoints are in the config's folder, if both have one.
@@ -197,11 +204,14 @@ async def find(
 
 
 async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
+    credentials = pool.dialer.security.credentials
+    verifier = None if credentials is None else credentials.verifier()
+
     async def recall(address: str) -> pb.RecallResponse:
         with contextlib.suppress(RpcmpError):
             async with pool.client(address) as client:
                 await client.connect(ANSWER_SECONDS, starting=False)
-                return await client.recall()
+                return proven(await client.recall(), verifier, address)
         return pb.RecallResponse()
 
     return await asyncio.gather(*map(recall, pool.addresses))
@@ -216,7 +226,10 @@ async def _end_everywhere(
         if answer.job != config.name or answer.job_id not in ended or answer.has_driver:
             continue
         request = pb.StopRequest(
-            job_id=answer.job_id, generation=answer.generation, driver_id=answer.driver_id
+            job_id=answer.job_id,
+            generation=answer.generation,
+            driver_id=answer.driver_id,
+            ended_signature=signed(pool.dialer.security, "ended", answer.job_id),
         )
         try:
             async with pool.client(address) as client:
@@ -228,7 +241,7 @@ async def _end_everywhere(
 
 
 def _ended(answers: Mapping[str, pb.RecallResponse]) -> set[str]:
-    return {job_id for answer in answers.values() for job_id in answer.ended}
+    return {each.job_id for answer in answers.values() for each in answer.ended}
 
 
 def _is_of(job: LostJob | None, answer: pb.RecallResponse) -> bool:
@@ -244,14 +257,22 @@ def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob
             by_job[answer.job_id][address] = answer
     found = [_lost_job(each) for each in by_job.values()]
     jobs = [job for job in found if job is not None and job.saves_where(config)]
-    return max(jobs, key=lambda job: (job.generation, max(job.states)), default=None)
+    newest = max(
+        jobs, key=lambda job: (job.about.recorded_at, job.generation, max(job.states)), default=None
+    )
+    for job in jobs:
+        if job is not newest:
+            holders = ", ".join(by_job[job.job_id])
+            text = "%s still hold%s an older run of job %r, which is left alone"
+            log.warning(text, holders, "s" * (len(by_job[job.job_id]) == 1), config.name)
+    return newest
 
 
 def _completed(
     config: Config, answers: Mapping[str, pb.RecallResponse], identity: str
 ) -> CompletedRun | None:
     """Return the run that servers remember, if it is what was asked for and they agree on it."""
-    found: dict[bytes, CompletedRun] = {}
+    found: dict[tuple[str, str, str], CompletedRun] = {}
     for address, answer in answers.items():
         run = answer.completed
         if run.job != config.name or run.identity != identity:
@@ -264,30 +285,38 @@ def _completed(
         except (ValueError, RecursionError) as error:
             _warn_unreadable(address, run.job, error)
             continue
-        key = run.SerializeToString(deterministic=True)
-        found[key] = CompletedRun(run.job_id, about, summary)
+        found[run.job_id, run.about, run.summary] = CompletedRun(run.job_id, about, summary)
     return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
     """Return a job as its servers hold it; None if none of them has all that it takes."""
     abouts: list[tuple[int, int, About]] = []
+    recorded: dict[int, pb.DriverState] = {}
     states: dict[int, Message] = {}
     for address, answer in sorted(answers.items(), key=lambda item: item[1].generation):
         try:
             if answer.about:
                 about = About.model_validate_json(answer.about)
-                abouts.append((answer.generation, len(about.cuts), about))
-            states |= {each.step: _state(each) for each in answer.states}
+                abouts.append((answer.about_generation, len(about.cuts), about))
+            for each in answer.states:
+                state = _state(each)
+                if each.step not in recorded or each.number >= recorded[each.step].number:
+                    recorded[each.step], states[each.step] = each, state
         except (ValueError, RecursionError) as error:  # pydantic's error is a ValueError
             _warn_unreadable(address, answer.job, error)
     if not abouts or not states:
         return None
     # One that a server got before a move knows fewer cuts than what another server got after it.
-    *_, about = max(abouts, key=lambda each: each[:2])
-    newest = max(answers.values(), key=lambda answer: answer.generation)
-    drivers = sorted({answer.driver_id for answer in answers.values()})
-    return LostJob(newest.job_id, newest.generation, drivers, about, states)
+    generation, _, about = max(abouts, key=lambda each: each[:2])
+    # Claims are not signed: one may have come after the last record, but not any number of them.
+    claimed = [each.generation for each in answers.values()]
+    generation = max(n for n in (generation, *claimed) if n <= generation + MOST_AHEAD)
+    known = {each.driver_id for each in answers.values()}
+    drivers = sorted(each for each in known if len(each) <= MOST_CHARACTERS)
+    job_id = next(iter(answers.values())).job_id
+    number = max(each.number for each in recorded.values())
+    return LostJob(job_id, generation, drivers, about, states, number)
 
 
 def _warn_unreadable(address: str, job: str, error: Exception) -> None:
@@ -308,79 +337,3 @@ def _state(recorded: pb.DriverState) -> Message:
 def driver_state(progress: Message) -> Message:
     """Return what belongs to the driver's state after a step, and nothing else."""
     return {key: value for key, value in progress.items() if key in DRIVER_STATE}
-
-
-def held_seconds(config: Config, record: DriverRecord | None) -> float:
-    """Return for how long servers hold the newest steps if the driver is lost; 0: not at all."""
-    return 0.0 if record is None else config.recovery.keep_after_driver
-
-
-class DriverRecord:
-    """The record that a run's driver keeps at all servers, over all generations.
-
-    Attributes:
-        about: JSON of About; empty until it is known.
-    """
-
-    def __init__(self) -> None:
-        self.about = ""
-        self._states: dict[int, tuple[int, str]] = {}
-        self._number = 0
-        self._streams: set[asyncio.Event] = set()
-        self._summary = self._identity = ""
-
-    def add(self, state: Mapping[str, Any], from_step: int) -> None:
-        """Record the state after a step, which may have changed since; forget earlier ones."""
-        self._number += 1
-        self._states[state["step"]] = self._number, json.dumps(state)
-        for step in [step for step in self._states if step < from_step]:
-            del self._states[step]
-        self._wake_streams()
-
-    async def end(self, summary: SummaryEvent, identity: str) -> None:
-        """Record that the run is complete, and return when that is on its way to all servers.
-
-        A server whose Stop does not arrive, since it is stopped itself or this process is killed
-        now, would hold a job for nobody.
-        """
-        self._summary, self._identity = dumps(summary.to_json()), identity
-        self._wake_streams()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BEAT_SECONDS):
-                while self._streams:
-                    await asyncio.sleep(0.005)
-
-    def _wake_streams(self) -> None:
-        for changed in self._streams:
-            changed.set()
-
-    async def requests(self, job_id: str, generation: int) -> AsyncIterator[pb.RecordRequest]:
-        """Yield what a server of a generation has to be sent, until the run has ended."""
-        changed, number, about = asyncio.Event(), 0, ""
-        self._streams.add(changed)
-        try:
-            while True:
-                changed.clear()
-                request = pb.RecordRequest(
-                    job_id=job_id,
-                    generation=generation,
-                    about=self.about if self.about != about else "",
-                    from_step=min(self._states, default=0),
-                    states=[
-                        pb.DriverState(step=step, state=text)
-                        for step, (when, text) in self._states.items()
-                        if when > number
-                    ],
-                    has_ended=bool(self._summary),
-                    summary=self._summary,
-                    identity=self._identity,
-                )
-                number, about = self._number, self.about
-                yield request
-                if request.has_ended:  # and gRPC has taken it: it asks for the next one
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT_SECONDS):
-                        await changed.wait()
-        finally:
-            self._streams.discard(changed)

@@ -19,6 +19,7 @@ from rpcmp.errors import (
 )
 from rpcmp.job.checkpoints import Checkpoints
 from rpcmp.job.cuts import HeldStep
+from rpcmp.job.driver_record import DriverRecord, held_seconds
 from rpcmp.job.generation import Generation
 from rpcmp.job.membership import Membership
 from rpcmp.job.moving_balance import Change, MovingBalance
@@ -27,7 +28,7 @@ from rpcmp.job.recovery import PausedError, Progress, Workload
 from rpcmp.job.restore_point import RestorePlanner, Start
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.stage_events import stages_event
-from rpcmp.job.takeover import DriverRecord, LostJob, held_seconds
+from rpcmp.job.takeover import LostJob
 from rpcmp.job.vitals import Vitals
 from rpcmp.observability.events import (
     EvalEvent,
@@ -98,7 +99,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._told_stages = config.stage_names
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
-        self._record = DriverRecord() if records else None
+        number = 0 if lost is None else lost.number
+        security = pool.dialer.security
+        self._record = DriverRecord(config.name, security, number) if records else None
         self.is_training = self._is_finishing = False
         self._generation: Generation | None = None
         self.has_begun = False

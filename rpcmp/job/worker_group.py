@@ -19,11 +19,11 @@ from rpcmp.config.device_places import AUTO, Place, on_machine, shared
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
+from rpcmp.job.driver_record import DriverRecord, held_seconds
 from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
 from rpcmp.job.server_pool import ServerPlace, ServerPool
-from rpcmp.job.takeover import DriverRecord, held_seconds
 from rpcmp.job.vitals import Vitals
 from rpcmp.job.weight_transfer import WeightTransfer
 from rpcmp.job.worker_logs import LogCollector

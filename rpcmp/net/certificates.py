@@ -145,6 +145,19 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise SecurityError(f"{path} is no certificate that can be read: {error}") from error
 
 
+def _alternative_names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
+
+
+def role_of(certificate: x509.Certificate) -> Role | None:
+    """Return the role of a certificate's holder; None if it has not exactly one."""
+    names = _alternative_names(certificate)
+    return find(names.get_values_for_type(x509.UniformResourceIdentifier))
+
+
 @dataclass(frozen=True)
 class Certificate:
     """A host's certificate: the holder's role, if it has one, names and addresses, and validity."""
@@ -159,18 +172,14 @@ class Certificate:
     def load(cls, folder: Path) -> Self:
         path = folder / CERTIFICATE
         certificate = read_certificate(path)
-        try:
-            extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-            names = extension.value
-        except x509.ExtensionNotFound:
-            names = x509.SubjectAlternativeName([])
+        names = _alternative_names(certificate)
         hosts = [
             *names.get_values_for_type(x509.DNSName),
             *map(str, names.get_values_for_type(x509.IPAddress)),
         ]
         return cls(
             path,
-            find(names.get_values_for_type(x509.UniformResourceIdentifier)),
+            role_of(certificate),
             hosts,
             certificate.not_valid_before_utc,
             certificate.not_valid_after_utc,

@@ -39,6 +39,7 @@ from rpcmp.net.identity import (
 
 if TYPE_CHECKING:
     from rpcmp.net.certificates import Certificate, Revocations
+    from rpcmp.net.signatures import Signer, Verifier
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Credentials:
         self.revocations: Revocations | None = None
         self._stamp: object = None
         self._refused: object = None  # what could not be used, and was warned of
+        self._signer: Signer | None = None
         self._load()
 
     def server(self) -> ssl.SSLContext:
@@ -100,6 +102,22 @@ class Credentials:
 
         return Certificate.load(self.folder)
 
+    def signer(self) -> Signer:
+        """Return what signs with our key."""
+        self.refresh()
+        if self._signer is None:
+            from rpcmp.net.signatures import Signer  # imports cryptography
+
+            self._signer = Signer(self.folder)
+        return self._signer
+
+    def verifier(self) -> Verifier:
+        """Return what verifies signatures of drivers."""
+        self.refresh()
+        from rpcmp.net.signatures import Verifier  # imports cryptography
+
+        return Verifier(self.folder, self.revocations)
+
     def _load(self) -> None:
         try:
             stamp = self._stat()
@@ -119,7 +137,7 @@ class Credentials:
             for protocol in (GRPC, RELAY)
         }
         self._server, self._website, self._clients = server, website, clients
-        self._metrics = metrics
+        self._metrics, self._signer = metrics, None
         self.revocations, self._stamp = revocations, stamp
 
     def _read_revocations(self) -> Revocations | None:

@@ -38,28 +38,29 @@ class DriverMemory:
     Attributes:
         job, job_id, generation: of its last claim; empty if there was none.
         about: what it has recorded once, JSON; see rpcmp.job.takeover.
-        states: its own state after each of the last steps, JSON.
+        states: its own state after each of the last steps.
         keep_seconds: how long to hold the job if it is lost.
         heard_at: when it was heard last, by the monotonic clock.
     """
 
     def __init__(self) -> None:
-        self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self._ended: deque[pb.EndedJob] = deque(maxlen=REMEMBERED)
         self._completed = pb.CompletedRun()
         self._completed_until = 0.0
         self.clear()
 
     def clear(self) -> None:
         self.job = self.job_id = self.about = self._driver_id = ""
-        self.generation = 0
+        self.generation = self._about_generation = 0
+        self._about_signature = pb.Signature()
         self.keep_seconds = 0.0
-        self.states: dict[int, str] = {}
+        self.states: dict[int, pb.DriverState] = {}
         self.heard_at = 0.0
         self._held_until = 0.0
 
-    def end(self) -> None:
-        """Forget a job that its driver has ended, except that it has."""
-        self._ended.append(self.job_id)
+    def end(self, signature: pb.Signature) -> None:
+        """Forget a job that its driver has ended, except that it has, which it has signed."""
+        self._ended.append(pb.EndedJob(job_id=self.job_id, signature=signature))
         self.clear()
 
     @property
@@ -76,7 +77,7 @@ class DriverMemory:
         Args:
             is_claimed: whether a job runs here.
         """
-        if request.job_id in self._ended:
+        if any(each.job_id == request.job_id for each in self._ended):
             raise TakenOverError(f"job {request.job!r} was ended meanwhile, by another driver")
         if request.job_id != self.job_id:
             if self.holds_seconds and not is_claimed and not request.drops_held:
@@ -113,22 +114,26 @@ class DriverMemory:
         Nothing is held of a run that has ended, if the driver is gone before it says Stop.
         """
         self.heard_at = time.monotonic()
-        self.about = request.about or self.about
+        if request.about:
+            self.about, self._about_generation = request.about, request.generation
+            self._about_signature = request.about_signature
         if request.has_ended:
-            self._ended.append(self.job_id)
+            ended = pb.EndedJob(job_id=self.job_id, signature=request.ended_signature)
+            self._ended.append(ended)
             self._completed = pb.CompletedRun(
                 job=self.job,
                 job_id=self.job_id,
                 about=self.about,
                 summary=request.summary,
                 identity=request.identity,
+                signature=request.completed_signature,
             )
             self._completed_until = time.monotonic() + self.keep_seconds
             self.states, self.keep_seconds, self._held_until = {}, 0.0, 0.0
             return
         for each in request.states:
             if len(each.state) <= MAX_STATE:
-                self.states[each.step] = each.state
+                self.states[each.step] = each
         kept = sorted(step for step in self.states if step >= request.from_step)[-MAX_STATES:]
         self.states = {step: self.states[step] for step in kept}
 
@@ -152,7 +157,9 @@ class DriverMemory:
             generation=self.generation,
             driver_id=self._driver_id,
             about=self.about,
-            states=[pb.DriverState(step=step, state=text) for step, text in self.states.items()],
+            about_generation=self._about_generation,
+            about_signature=self._about_signature,
+            states=self.states.values(),
             has_driver=is_claimed and not self._is_silent,
             ended=self._ended,
             completed=self._completed if time.monotonic() < self._completed_until else None,

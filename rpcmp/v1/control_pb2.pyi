@@ -1480,6 +1480,9 @@ class RecordRequest(_message.Message):
     HAS_ENDED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    ABOUT_SIGNATURE_FIELD_NUMBER: _builtins.int
+    ENDED_SIGNATURE_FIELD_NUMBER: _builtins.int
+    COMPLETED_SIGNATURE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     about: _builtins.str
@@ -1494,6 +1497,18 @@ class RecordRequest(_message.Message):
     """hash of what decides the run's results; with has_ended"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
+    @_builtins.property
+    def about_signature(self) -> Global___Signature:
+        """see rpcmp.job.driver_record for what is signed"""
+
+    @_builtins.property
+    def ended_signature(self) -> Global___Signature:
+        """with has_ended"""
+
+    @_builtins.property
+    def completed_signature(self) -> Global___Signature:
+        """with has_ended"""
+
     def __init__(
         self,
         *,
@@ -1505,10 +1520,13 @@ class RecordRequest(_message.Message):
         has_ended: _builtins.bool = ...,
         summary: _builtins.str = ...,
         identity: _builtins.str = ...,
+        about_signature: Global___Signature | None = ...,
+        ended_signature: Global___Signature | None = ...,
+        completed_signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["about_signature", b"about_signature", "completed_signature", b"completed_signature", "ended_signature", b"ended_signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "identity", b"identity", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "about_signature", b"about_signature", "completed_signature", b"completed_signature", "ended_signature", b"ended_signature", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "identity", b"identity", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1522,22 +1540,82 @@ class DriverState(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     state: _builtins.str
     """JSON, see rpcmp.driver.progress.TrainingProgress"""
+    number: _builtins.int
+    """of all states that drivers have recorded of the job, in order"""
+    @_builtins.property
+    def signature(self) -> Global___Signature: ...
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         state: _builtins.str = ...,
+        number: _builtins.int = ...,
+        signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "signature", b"signature", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DriverState: _TypeAlias = DriverState  # noqa: Y015
+
+@_typing.final
+class Signature(_message.Message):
+    """A driver's, on what servers keep for the next one, which believes nothing else; missing where
+    hosts have no certificates.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.bytes
+    """DER"""
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        certificate: _builtins.bytes = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Signature: _TypeAlias = Signature  # noqa: Y015
+
+@_typing.final
+class EndedJob(_message.Message):
+    """That a job was ended by its driver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    @_builtins.property
+    def signature(self) -> Global___Signature: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        signature: Global___Signature | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedJob: _TypeAlias = EndedJob  # noqa: Y015
 
 @_typing.final
 class RecordResponse(_message.Message):
@@ -1582,6 +1660,8 @@ class RecallResponse(_message.Message):
     HAS_DRIVER_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    ABOUT_GENERATION_FIELD_NUMBER: _builtins.int
+    ABOUT_SIGNATURE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """empty: nothing is here"""
     job_id: _builtins.str
@@ -1590,18 +1670,22 @@ class RecallResponse(_message.Message):
     about: _builtins.str
     has_driver: _builtins.bool
     """whether a driver claims the server that is not silent"""
+    about_generation: _builtins.int
+    """in which `about` was recorded"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]:
         """empty: the driver has recorded nothing yet"""
 
     @_builtins.property
-    def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ids of the last jobs that were ended here"""
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedJob]:
+        """the last jobs that were ended here"""
 
     @_builtins.property
     def completed(self) -> Global___CompletedRun:
         """the last run that came to its end here; missing: none lately"""
 
+    @_builtins.property
+    def about_signature(self) -> Global___Signature: ...
     def __init__(
         self,
         *,
@@ -1612,12 +1696,14 @@ class RecallResponse(_message.Message):
         about: _builtins.str = ...,
         states: _abc.Iterable[Global___DriverState] | None = ...,
         has_driver: _builtins.bool = ...,
-        ended: _abc.Iterable[_builtins.str] | None = ...,
+        ended: _abc.Iterable[Global___EndedJob] | None = ...,
         completed: Global___CompletedRun | None = ...,
+        about_generation: _builtins.int = ...,
+        about_signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["about_signature", b"about_signature", "completed", b"completed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "completed", b"completed", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "has_driver", b"has_driver", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "about_generation", b"about_generation", "about_signature", b"about_signature", "completed", b"completed", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "has_driver", b"has_driver", "job", b"job", "job_id", b"job_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1632,11 +1718,14 @@ class CompletedRun(_message.Message):
     ABOUT_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     job_id: _builtins.str
     about: _builtins.str
     summary: _builtins.str
     identity: _builtins.str
+    @_builtins.property
+    def signature(self) -> Global___Signature: ...
     def __init__(
         self,
         *,
@@ -1645,10 +1734,11 @@ class CompletedRun(_message.Message):
         about: _builtins.str = ...,
         summary: _builtins.str = ...,
         identity: _builtins.str = ...,
+        signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "identity", b"identity", "job", b"job", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "identity", b"identity", "job", b"job", "job_id", b"job_id", "signature", b"signature", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1744,11 +1834,16 @@ class StopRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DRIVER_ID_FIELD_NUMBER: _builtins.int
     DISMISSES_FIELD_NUMBER: _builtins.int
+    ENDED_SIGNATURE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     driver_id: _builtins.str
     dismisses: _builtins.bool
     """The job goes on without this server, which may join it again."""
+    @_builtins.property
+    def ended_signature(self) -> Global___Signature:
+        """unless it dismisses"""
+
     def __init__(
         self,
         *,
@@ -1756,10 +1851,11 @@ class StopRequest(_message.Message):
         generation: _builtins.int = ...,
         driver_id: _builtins.str = ...,
         dismisses: _builtins.bool = ...,
+        ended_signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended_signature", b"ended_signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "ended_signature", b"ended_signature", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Operations that a host without code runs for a config: none crashes, and models need no others."""
+"""Operations that a host without code runs: none crashes, and models need no others."""
 
 from __future__ import annotations
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rpcmp.job.takeover import About
 from tests.support.faults import Committed, Faults, committed, drive
 from tests.support.halfprecision import SCALED
 from tests.support.hosts import LOSING, committed_without_fault, slow_config
+from tests.support.lan import issue, serving
+from tests.support.places import ZOO
 from tests.support.processes import (
     JobFolder,
     Result,
@@ -26,6 +33,8 @@ from tests.support.processes import (
 from tests.zoo import architectures
 
 Servers = list[Server]
+
+HERE = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +85,49 @@ def test_another_driver_goes_on_where_the_servers_are(
     after = rpcmp("drive", config, "--resume", "--json", "--connect", connect(servers))
     assert_goes_on(before, after, fault_free)
     assert {stage["state"] for stage in status(config, servers)} == {"idle"}
+
+
+def test_a_stage_cannot_have_the_next_driver_go_elsewhere(
+    job: JobFolder, fault_free: Committed, tmp_path: Path
+) -> None:
+    """Its server tells of a newer run at addresses of its own, and that the run has ended."""
+    certs = issue(tmp_path / "certs", HERE, HERE)
+    config = slow_config(job)
+    with config.open("a") as file:
+        file.write(f"\n[security]\ncerts = '{certs / 'driver'}'\n")
+    with contextlib.ExitStack() as started:
+        first = started.enter_context(serving(0, f"{HERE}:0", certs))
+        with serving(1, f"{HERE}:0", certs) as second:
+            before = lose_driver(config, [first, second])
+        run = before.event("run")
+        about = About(
+            run="elsewhere",
+            run_folder="",
+            addresses=[second.address] * 2,
+            numbers=[1, 1],
+            layers={"stage0": ["layer0"], "stage1": ["layer1"]},
+            shares={},
+            config={},
+            recorded_at=time.time() + 60,
+        )
+        told = {
+            "job": run["name"],
+            "job_id": "f" * 32,
+            "generation": 99,
+            "driver_id": "false",
+            "about": about.model_dump_json(),
+            "about_generation": 99,
+            "states": [{"step": 1, "state": json.dumps({"step": 1, "loss": 0.5}), "number": 9}],
+            "ended": [{"job_id": run["job_id"]}],
+        }
+        liar = (sys.executable, str(ZOO / "false_stage.py"), json.dumps(told))
+        started.enter_context(serving(1, second.address, certs, under=liar))
+        where = ("--connect", connect([first, second]))
+        after = rpcmp("drive", config, "--resume", "--json", *where)
+    assert_goes_on(before, after, fault_free)
+    for what in ("about", "state", "ended"):
+        text = f"{second.address} holds of a job is not used ({what}): no driver has signed it"
+        assert text in after.err
 
 
 @pytest.mark.cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcmp.job import membership, takeover
+from rpcmp.job import driver_record, membership
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
@@ -161,7 +161,7 @@ async def test_a_host_that_leaves_waits_while_the_driver_is_heard(
         record(memory, request)
 
     monkeypatch.setattr(DriverMemory, "record", noted)
-    monkeypatch.setattr(takeover, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(driver_record, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(controlplane, "DRAIN_SECONDS", 1.0)
     async with Cluster(tmp_path) as cluster:
         leaving = cluster.servers[1]

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from rpcmp.errors import (
 )
 from rpcmp.job import takeover
 from rpcmp.job.server_pool import ServerPool
+from rpcmp.job.takeover import identity_of
 from rpcmp.observability.events import (
     CheckpointEvent,
     GenerationEvent,
@@ -34,6 +36,7 @@ from rpcmp.observability.events import (
 from rpcmp.server import driver_memory
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane.cluster import Cluster, Run, in_event_loop, reference
+from tests.support.lan import issue
 
 
 def assert_goes_on(before: Run, after: Run, generation: int = 2) -> None:
@@ -263,3 +266,26 @@ async def test_a_job_has_one_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert isinstance(late.error, TakenOverError)
         assert exit_code(late.error) == 76
         assert len(late.of(StepEvent)) <= taken.only(ResumedEvent).step + 1
+
+
+@in_event_loop
+async def test_nothing_is_dropped_and_nobody_followed_on_the_word_of_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server says that the run has ended, and another is complete, and where to go on."""
+    certs = issue(tmp_path / "certs", "127.0.0.1", "127.0.0.1")
+    async with Cluster(tmp_path, certs=certs) as cluster:
+        config = cluster.config()
+        before = await cluster.drive(config, lost_at=5)
+        first, second = cluster.servers
+        lie = second.served.driver.recall(is_claimed=False)
+        lie.ended.append(pb.EndedJob(job_id=lie.job_id))
+        lie.about = lie.about.replace(first.address, second.address)
+        lie.generation = lie.about_generation = 99
+        for state in lie.states:
+            state.state = "{}"
+        run: dict[str, Any] = {"job": "job", "job_id": "f", "identity": identity_of(config)}
+        lie.completed.CopyFrom(pb.CompletedRun(about=lie.about, **run))
+        monkeypatch.setattr(second.served.driver, "recall", lambda is_claimed: lie)
+        after = await cluster.drive(config, start="resume")
+        assert_goes_on(before, after, generation=100)  # a claim's number needs no proof

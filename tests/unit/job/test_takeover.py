@@ -18,7 +18,8 @@ from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, UnreachableError
 from rpcmp.job import takeover
 from rpcmp.job.server_pool import ServerPool
-from rpcmp.job.takeover import About, CompletedRun, DriverRecord, LostJob
+from rpcmp.job.takeover import About, CompletedRun, LostJob
+from rpcmp.net.security import Security
 from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
 from rpcmp.v1 import control_pb2 as pb
@@ -51,6 +52,7 @@ def answer(*states: dict[str, Any], **more: Any) -> pb.RecallResponse:
         "generation": 3,
         "driver_id": "one",
         "about": ABOUT.model_dump_json(),
+        "about_generation": more.get("generation", 3),
         "states": [pb.DriverState(step=s["step"], state=json.dumps(s)) for s in states],
     }
     return pb.RecallResponse(**{**fields, **more})
@@ -92,7 +94,9 @@ def recalled(
 
         yield SimpleNamespace(recall=recall, connect=connect, stop=stop)
 
-    pool = SimpleNamespace(addresses=[str(i) for i in range(len(answers))], client=client)
+    addresses = [str(index) for index in range(len(answers))]
+    dialer = SimpleNamespace(security=Security())
+    pool = SimpleNamespace(addresses=addresses, client=client, dialer=dialer)
     identity = takeover.identity_of(config)
     return asyncio.run(takeover.find(config, cast(ServerPool, pool), identity))
 
@@ -110,7 +114,7 @@ SUMMARY = SummaryEvent(
 
 def completed(**more: str) -> pb.RecallResponse:
     """What a server answers that remembers a complete run of `small_job()`."""
-    fields = {
+    fields: dict[str, Any] = {
         "job": "job",
         "job_id": "a",
         "about": ABOUT.model_dump_json(),
@@ -191,7 +195,7 @@ def test_a_server_that_was_restarted_meanwhile_holds_nothing_and_names_its_drive
 
 def test_a_job_that_was_ended_is_not_taken_over_and_ends_where_it_is_held() -> None:
     stopped: list[Any] = []
-    ended = pb.RecallResponse(ended=["a", "c"])
+    ended = pb.RecallResponse(ended=[pb.EndedJob(job_id=each) for each in "ac"])
     foreign = answer(state(3), job="foreign", job_id="c")
     other, living = answer(state(9), job_id="b"), answer(state(3), has_driver=True)
     lost = find(ended, answer(state(3)), living, other, foreign, stopped=stopped)
@@ -205,7 +209,8 @@ def test_a_server_that_does_not_end_a_job_is_named(caplog: pytest.LogCaptureFixt
         def append(self, item: Any) -> None:
             raise UnreachableError("gone")
 
-    assert find(pb.RecallResponse(ended=["a"]), answer(state(3)), stopped=Refusing()) is None
+    ended = pb.RecallResponse(ended=[pb.EndedJob(job_id="a")])
+    assert find(ended, answer(state(3)), stopped=Refusing()) is None
     assert "the server at 1 goes on holding job 'job', which was ended: gone" in caplog.text
 
 
@@ -270,57 +275,6 @@ def test_what_was_measured_for_other_stages_is_measured_anew() -> None:
     auto = chain_of(2, model={"layers": "m:layers", "balance": "auto", "num_stages": 2})
     about = ABOUT.model_copy(update={"layers": {"a": ["x"], "b": ["y"], "c": ["z"]}})
     assert about.apply_to(auto) is auto
-
-
-def requests_of(record: DriverRecord, changes: list[Any]) -> list[pb.RecordRequest]:
-    """Return the first request of a stream, and the one after each change."""
-
-    async def collect() -> list[pb.RecordRequest]:
-        stream = record.requests("a", 3)
-        found = [await anext(stream)]
-        for change in changes:
-            change()
-            found.append(await anext(stream))
-        await stream.aclose()  # type: ignore[attr-defined]
-        return found
-
-    return asyncio.run(collect())
-
-
-def test_every_state_is_sent_once_and_again_if_it_changes() -> None:
-    record = DriverRecord()
-    record.add(state(1), from_step=1)
-
-    def about() -> None:
-        record.about = "about"
-        record.add(state(2), from_step=1)
-
-    found = requests_of(
-        record,
-        [
-            about,
-            lambda: record.add(state(2, metrics={}), from_step=2),
-            lambda: record.add(state(3), from_step=2),
-        ],
-    )
-    assert [(each.job_id, each.generation) for each in found] == [("a", 3)] * 4
-    assert [each.about for each in found] == ["", "about", "", ""]
-    assert [[each.step for each in one.states] for one in found] == [[1], [2], [2], [3]]
-    assert [each.from_step for each in found] == [1, 1, 2, 2]
-
-
-def test_a_server_of_a_new_generation_gets_all_states_that_are_left() -> None:
-    record = DriverRecord()
-    for step in range(1, 6):
-        record.add(state(step), from_step=step - 2)
-    (first,) = requests_of(record, [])
-    assert [each.step for each in first.states] == [3, 4, 5]
-
-
-def test_a_driver_that_has_nothing_to_record_sends_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "BEAT_SECONDS", 0.01)
-    found = requests_of(DriverRecord(), [lambda: None, lambda: None])
-    assert found == [pb.RecordRequest(job_id="a", generation=3)] * 3
 
 
 def test_of_a_generation_what_knows_most_cuts_counts() -> None:

@@ -20,6 +20,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
+SIGNED = pb.Signature(certificate=b"a driver's", value=b"by it")
+
+
 def prepare(**more: Any) -> pb.PrepareRequest:
     fields = {"job": "job", "job_id": "a", "generation": 3, "driver_id": "one", "keep_s": 60.0}
     return pb.PrepareRequest(**{**fields, **more})
@@ -93,8 +96,10 @@ def test_a_driver_that_was_taken_over_from_is_refused(memory: DriverMemory) -> N
 
 def test_a_job_that_another_driver_has_ended_does_not_begin_anew(memory: DriverMemory) -> None:
     memory.claim(NEXT)
-    memory.end()
-    assert memory.recall(is_claimed=False) == pb.RecallResponse(ended=["a"])
+    memory.end(SIGNED)
+    assert memory.recall(is_claimed=False) == pb.RecallResponse(
+        ended=[pb.EndedJob(job_id="a", signature=SIGNED)], about_signature=pb.Signature()
+    )
     with pytest.raises(TakenOverError, match="was ended meanwhile"):
         memory.require_may_claim(prepare(generation=9), is_claimed=False)
     memory.require_may_claim(prepare(job_id="b", generation=1), is_claimed=False)
@@ -158,11 +163,12 @@ def test_a_driver_counts_as_alive_while_it_claims_the_server_and_speaks(
 def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
     memory: DriverMemory, clock: SimpleNamespace
 ) -> None:
-    memory.record(pb.RecordRequest(has_ended=True, about="later", summary="summary"))
-    run = pb.CompletedRun(job="job", job_id="a", about="later", summary="summary")
+    last: dict[str, Any] = {"about": "later", "summary": "summary"}
+    memory.record(pb.RecordRequest(has_ended=True, completed_signature=SIGNED, **last))
+    run = pb.CompletedRun(job="job", job_id="a", signature=SIGNED, **last)
     assert memory.hold() == 0.0
     assert memory.recall(is_claimed=False).completed == run
-    memory.end()
+    memory.end(SIGNED)
     clock.now += 59.0
     memory.claim(prepare(job="other", job_id="b"))
     assert memory.recall(is_claimed=True).completed == run
@@ -172,6 +178,6 @@ def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
 
 def test_a_job_that_has_begun_anew_is_not_remembered_as_complete(memory: DriverMemory) -> None:
     memory.record(pb.RecordRequest(has_ended=True, summary="summary"))
-    memory.end()
+    memory.end(SIGNED)
     memory.claim(prepare(job_id="b"))
     assert not memory.recall(is_claimed=True).HasField("completed")
