@@ -98,6 +98,23 @@ def completed_of(run: pb.CompletedRun) -> tuple[str, str, str, str, str, str]:
     return "completed", run.job, run.job_id, run.about, run.summary, run.identity
 
 
+def invitation_to(job_id: str, address: str) -> tuple[str, str, str]:
+    """Return what `rpcmp join` signs: the spare at an address may serve a stage of a run."""
+    return "join", job_id, address
+
+
+def why_not_invited(job_id: str, joining: pb.JoinRequest, security: Security) -> str:
+    """Return why a spare may not join a run, of which a server has told; empty if it may."""
+    if security.credentials is None:
+        return ""
+    statement, signature = invitation_to(job_id, joining.address), _signature(joining.signature)
+    try:
+        security.credentials.verifier().require_signed(statement, signature)
+    except SecurityError as error:
+        return str(error)
+    return ""
+
+
 class DriverRecord:
     """The record that a run's driver keeps at all servers, over all generations.
 

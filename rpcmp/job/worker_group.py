@@ -19,7 +19,7 @@ from rpcmp.config.device_places import AUTO, Place, on_machine, shared
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member, member_names
 from rpcmp.errors import DrainingError, RpcmpError, from_wire
-from rpcmp.job.driver_record import DriverRecord, held_seconds
+from rpcmp.job.driver_record import DriverRecord, held_seconds, why_not_invited
 from rpcmp.job.failure_detection import FirstFailure
 from rpcmp.job.restore_point import RestorePoint
 from rpcmp.job.server_calls import gather_all, prepare_request
@@ -378,6 +378,14 @@ class WorkerGroup:
         with contextlib.suppress(RpcmpError):  # `_watch` says why
             await client.record(record.requests(**self._identity))
 
+    def _report_invited(self, client: StageClient, joining: pb.JoinRequest) -> None:
+        security = self._pool.dialer.security
+        if why := why_not_invited(self._pool.job_id, joining, security):
+            text = f"no driver has invited {joining.address[:256]} to join the run: {why}"
+            self._logs.add_own(client.name, text)
+            return
+        self._report({"event": "joining", "address": joining.address})
+
     async def _warn_if_silent(self, client: StageClient, pulse: HeartbeatMonitor) -> None:
         """Log, long before the connection counts as lost, that a server says nothing."""
         await pulse.silent()
@@ -410,9 +418,9 @@ class WorkerGroup:
             self._report({"event": "draining", "stage": client.name, "leaves": change.leaves})
             self._failure.supervise(self._release_when_ended(client))
         # However many a server says there are.
-        for address in change.joining[self._num_joining[client.name] : MAX_JOINING]:
+        for joining in change.joining[self._num_joining[client.name] : MAX_JOINING]:
             self._num_joining[client.name] += 1
-            self._report({"event": "joining", "address": address})
+            self._report_invited(client, joining)
         for one in change.saved:
             if one.step > self._saved[client.name]:
                 self._saved[client.name] = one.step

@@ -21,9 +21,10 @@ code run, no file read or written, no tensor seen, no run ended.
         cannot  make another host's process do anything outside of the protocol: call operators or
                 functions, read or write files, address memory; read other stages' snapshots, or be
                 another member; tell the next driver of a run that no driver has recorded, or that
-                one has ended; outside of the group: learn more than the health service tells
+                one has ended; have a spare join that no driver has invited; outside of the group:
+                learn more than the health service tells
         shown   test_rpc_inspection, test_hostile_member, test_unpickler, test_roles, test_believed,
-                test_driver_record, test_takeover
+                test_driver_record, test_takeover, test_membership
     The holder of a spare's certificate
         can     all that, for any stage
         shown   test_roles

@@ -84,7 +84,7 @@ class Claim:
         relay: carries the worker's connections to other networks.
         servers: addresses of the servers of remote members, by the address of their agents.
         lines: the worker's output.
-        joining: addresses of spares that are to serve further stages.
+        joining: spares that are to serve further stages.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Claim:
         self.relay = Relay(*identity, forks, dialer, self._refused, self._cannot_reach)
         self.mirrored_by: int | None = None
         self.moves_layers = request.moves_layers
-        self.joining: list[str] = []
+        self.joining: list[pb.JoinRequest] = []
         self._store: StoreProxy | None = None
         self._pulse = HeartbeatMonitor(request.heartbeat_timeout)
         self._threads = request.threads
@@ -239,7 +239,7 @@ class Claim:
         self.servers = {peer.listens: peer.server or DRIVER for peer in peers}
         await self.relay.open(self.listens, peers)
 
-    async def take_in(self, address: str) -> None:
+    async def take_in(self, invited: pb.JoinRequest) -> None:
         """Let the driver know of a spare that is to serve a further stage."""
         if not self.moves_layers:
             raise ConfigError(f'job {self.job!r} does not move layers: it needs rebalance = "auto"')
@@ -247,7 +247,7 @@ class Claim:
             raise ConfigError(f"job {self.job!r} has replicas, and no host can join or leave it")
         if len(self.joining) == MAX_JOINING:
             raise ConfigError(f"{MAX_JOINING} hosts are joining job {self.job!r} already")
-        self.joining.append(address[:MAX_WORD])
+        self.joining.append(invited)
         await self.notify()
 
     async def close(self) -> None:

@@ -138,9 +138,8 @@ class StageClient:
     async def stop(self, request: pb.StopRequest) -> pb.StopResponse:
         return await self._call(self._stub.Stop(request, timeout=CALL_SECONDS))
 
-    async def join(self, address: str) -> str:
+    async def join(self, request: pb.JoinRequest) -> str:
         """Have the driver of the server's job take in a spare; return the job's name."""
-        request = pb.JoinRequest(address=address)
         answer: pb.JoinResponse = await self._call(self._stub.Join(request, timeout=CALL_SECONDS))
         return answer.job
 

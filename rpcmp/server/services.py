@@ -122,7 +122,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         claim = self._server.claim
         if claim is None:
             raise ConfigError("no job runs here that a host could join")
-        await claim.take_in(request.address)
+        await claim.take_in(request)
         return pb.JoinResponse(job=claim.job)
 
     async def Stop(self, request: pb.StopRequest, grpc_context: GrpcContext) -> pb.StopResponse:

@@ -851,8 +851,8 @@ class WatchResponse(_message.Message):
         """that this watcher has not received yet, oldest first"""
 
     @_builtins.property
-    def joining(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """HOST:PORT of spares that are to serve further stages"""
+    def joining(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinRequest]:
+        """spares that are to serve further stages"""
 
     def __init__(
         self,
@@ -869,7 +869,7 @@ class WatchResponse(_message.Message):
         logs: _abc.Iterable[Global___LogLine] | None = ...,
         device: _builtins.str = ...,
         leaves: _builtins.bool = ...,
-        joining: _abc.Iterable[_builtins.str] | None = ...,
+        joining: _abc.Iterable[Global___JoinRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1769,16 +1769,22 @@ class JoinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADDRESS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT of the spare, as the driver reaches it"""
+    @_builtins.property
+    def signature(self) -> Global___Signature:
+        """a driver's, who has invited it to this run"""
+
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
+        signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

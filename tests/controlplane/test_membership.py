@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from rpcmp.job import driver_record, membership
+from rpcmp.job.driver_record import invitation_to, signed
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
     FaultEvent,
     GenerationEvent,
+    LogEvent,
     RecoveredEvent,
     ReplacedEvent,
     ResumedEvent,
@@ -24,6 +26,7 @@ from rpcmp.server.driver_memory import DriverMemory
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane import cluster as controlplane
 from tests.support.controlplane.cluster import Call, Cluster, Committed, Server, in_event_loop
+from tests.support.lan import cli, issue
 
 AUTO = 'rebalance="auto"'
 
@@ -51,6 +54,39 @@ async def test_a_host_joins_and_another_leaves(tmp_path: Path, undisturbed: Comm
     assert run.stages == [["stage0", "stage2", "stage1"], ["stage0", "stage2"]]
     assert run.moves[0] == ("moved", [2, 2, 2], [3, 3])
     assert run.repeated <= 1
+
+
+@in_event_loop
+async def test_only_who_was_invited_by_a_driver_joins(
+    tmp_path: Path, undisturbed: Committed
+) -> None:
+    """A stage's server that tells of a spare by itself, or of one that joined another run."""
+    certs = issue(tmp_path / "certs", "127.0.0.1", "127.0.0.1")
+    cli(certs, "issue", "--spare", "--host", "127.0.0.1")
+    mine = Security(certs / "driver")
+    async with Cluster(tmp_path, certs=certs) as cluster:
+        first, second = cluster.servers
+        spare, invited = await cluster.serve(None), await cluster.serve(None)
+
+        async def tell() -> None:
+            claim = first.served.claim
+            assert claim is not None
+            elsewhere = signed(mine, *invitation_to("another run", spare.address))
+            for signature in (None, elsewhere):
+                await claim.take_in(pb.JoinRequest(address=spare.address, signature=signature))
+            await join(invited.address, second.address, mine, 0.0)
+
+        cluster.at(8, tell)
+        cluster.hold(20, lambda: cluster.run.generation >= 2)
+        run = await cluster.drive(cluster.config(AUTO, steps=40, balance=[3, 3]))
+        assert spare.served.driver.job_id == ""
+    assert run.committed == undisturbed
+    assert run.stages == [["stage0", "stage2", "stage1"]]
+    told = [event.text for event in run.of(LogEvent) if "no driver has invited" in event.text]
+    assert [text.partition("run: ")[2] for text in told] == [
+        "no driver has signed it",
+        "its signature is of something else",
+    ]
 
 
 @pytest.mark.parametrize("lost", ["worker", "server"])
