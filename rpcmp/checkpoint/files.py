@@ -19,6 +19,7 @@ import mmap
 import os
 import platform
 import secrets
+import shutil
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -172,6 +173,13 @@ def write_durably(
         mode: the file's, before the umask.
     """
     return _durably(where, lambda fd: _write(fd, chunks), mode)
+
+
+def require_room(where: Inside, size: int) -> None:
+    """Raise OSError if its disk has no room for a file of so many bytes."""
+    above = next(each for each in (where.real, *where.real.parents) if each.exists())
+    if size > shutil.disk_usage(above).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def copy_durably(where: Where, memory: int, length: int) -> Written:

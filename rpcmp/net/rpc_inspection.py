@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Iterator
 from rpcmp.config.topology import DRIVER
 from rpcmp.errors import SecurityError
 from rpcmp.net import rpc_format, rpc_pickle
-from rpcmp.process.resources import MEMORY
+from rpcmp.process.resources import free_memory
 
 MAX_NAME = 4096
 """Bytes of a frame before a pipe is established."""
@@ -47,6 +47,9 @@ MAX_PAYLOAD = 64 * 2**20
 
 MAX_HELD = 96 * 2**20
 """Bytes of unfinished messages of one peer, on all of its connections."""
+
+LARGE = 64 * 2**20
+"""Bytes of a message's tensors from which on there has to be memory for them."""
 
 MAX_AHEAD = 2**20
 """Tensors that were announced and have not arrived."""
@@ -276,9 +279,9 @@ class Inspection:
                 raise self._error("a message with a descriptor of another form")
             payload_bytes, list_bytes, lengths = described
             too_long = payload_bytes > MAX_PAYLOAD or list_bytes > MAX_LIST
-            # Larger tensors would end the worker that allocates them.
-            if sum(lengths) > MEMORY or too_long:
-                raise self._error("a message that is larger than this host's memory")
+            # Larger tensors would end the worker that allocates them; few are so large.
+            if too_long or (sum(lengths) > LARGE and sum(lengths) > free_memory()):
+                raise self._error("a message that is larger than the memory that is left")
             kind = yield from self._frame(rpc_format.LENGTH.size, exactly=rpc_format.LENGTH.size)
             number = yield from self._frame(_LENGTH.size, exactly=_LENGTH.size)
             payload = yield from self._frame(MAX_PAYLOAD, exactly=payload_bytes)

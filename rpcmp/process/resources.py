@@ -89,6 +89,31 @@ def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return limit
 
 
+SPARED = 0.1
+"""The part of all memory that no peer gets, even if it is free: the worker and its server grow."""
+
+
+def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes of memory that are left for what a peer sends, of our control group's too.
+
+    Files that were read long ago count as free.
+    """
+    free = memory_limit(proc, cgroups)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+        free = {name: int(size) * 1024 for name, size, *_ in lines}["MemAvailable:"]
+    for path in _own_group(proc, cgroups, "memory.max", "memory.limit_in_bytes"):
+        used = "memory.current" if path.name == "memory.max" else "memory.usage_in_bytes"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no number
+            lines = (
+                line.split() for line in path.with_name("memory.stat").read_text().splitlines()
+            )
+            cached = {name: int(size) for name, size in lines}["inactive_file"]
+            left = int(path.read_text()) - int(path.with_name(used).read_text()) + cached
+            free = min(free, left)
+    return max(0, free - int(SPARED * memory_limit(proc, cgroups)))
+
+
 def _own_group(proc: Path, cgroups: Path, second: str, first: str) -> Iterator[Path]:
     """Yield a file of our control group and of those above it.
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from rpcmp.checkpoint.slots import NUM_SLOTS
 from rpcmp.errors import CheckpointError, UnreachableError
-from rpcmp.process.resources import MEMORY
+from rpcmp.process.resources import free_memory
 from rpcmp.v1 import control_pb2 as pb
 
 MAX_PARTS = 8
@@ -50,9 +50,15 @@ class PartMemory:
 
 
 async def fill(fd: int, head: pb.FetchResponse, stream: AsyncIterator[pb.FetchResponse]) -> None:
-    """Write the snapshot that `head` has described into memory."""
-    if head.size > MEMORY:
-        raise UnreachableError(f"a snapshot of {head.size} bytes is more than this host's memory")
+    """Write the snapshot that `head` has described into memory, in place of what is there.
+
+    Raises:
+        UnreachableError: there is no memory for it, or it is longer or shorter than was announced.
+    """
+    if head.size - os.fstat(fd).st_size > free_memory():
+        raise UnreachableError(
+            f"a snapshot of {head.size} bytes is more than the memory that is left on this host"
+        )
     os.ftruncate(fd, head.size)
     offset = 0
     async for part in stream:

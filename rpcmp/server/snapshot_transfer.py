@@ -56,7 +56,12 @@ async def receive(
 
 
 async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> None:
-    """Write a file of `size` bytes to the disk, without holding it in memory as a whole."""
+    """Write a file of `size` bytes to the disk, without holding it in memory as a whole.
+
+    Raises:
+        UnreachableError: it is longer or shorter, of which nothing is left.
+        CheckpointError: there is no room for it, or it cannot be written.
+    """
     loop = asyncio.get_running_loop()
 
     async def next_part() -> bytes:
@@ -66,11 +71,14 @@ async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> 
         arrived = 0
         while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
             arrived += len(part)
+            if arrived > size:
+                raise UnreachableError(f"more than {size} bytes of {path} have arrived")
             yield part
         if arrived != size:
             raise UnreachableError(f"only {arrived} of {size} bytes of {path} have arrived")
 
     try:
+        files.require_room(path, size)
         await asyncio.to_thread(files.write_durably, path, content())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

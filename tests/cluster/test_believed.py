@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
-from rpcmp.errors import JobError, UnreachableError, from_wire
+from rpcmp.errors import CheckpointError, JobError, UnreachableError, from_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import resources
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import parse
-from rpcmp.server import snapshot_transfer
+from rpcmp.server import moved_layers, snapshot_transfer
 from rpcmp.server.connection import machine
 from rpcmp.server.snapshot_store import save_snapshot
-from rpcmp.server.snapshot_transfer import receive
+from rpcmp.server.snapshot_transfer import receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.processes import running_servers
 
@@ -72,10 +72,14 @@ def test_a_mirror_opens_only_memory_files_of_snapshots(tmp_path: Path) -> None:
     [
         (10, [bytes(8), bytes(8)], "more than 10 bytes"),
         (10, [bytes(8)], "only 8 of 10 bytes"),
-        (resources.MEMORY + 1, [], "more than this host's memory"),
+        (1001, [], "more than the memory that is left on this host"),
     ],
 )
-def test_a_snapshot_must_have_its_announced_size(size: int, parts: list[bytes], why: str) -> None:
+def test_a_snapshot_must_have_its_announced_size(
+    size: int, parts: list[bytes], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moved_layers, "free_memory", lambda: 1000)
+
     async def stream() -> AsyncIterator[pb.FetchResponse]:
         yield pb.FetchResponse(step=1, size=size)
         for part in parts:
@@ -87,6 +91,30 @@ def test_a_snapshot_must_have_its_announced_size(size: int, parts: list[bytes], 
     assert slots.all() == []
     assert max(os.fstat(slots.fd(index)).st_size for index in range(len(slots))) <= 10
     slots.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "why"),
+    [
+        (10, [bytes(8)] * 1000, "more than 10 bytes of .* have arrived"),
+        (10, [bytes(8)], "only 8 of 10 bytes"),
+        (2**60, [bytes(8)], "No space left on device"),
+    ],
+)
+def test_a_file_must_have_its_announced_size(
+    tmp_path: Path, size: int, parts: list[bytes], why: str
+) -> None:
+    left = iter(parts)
+
+    async def stream() -> AsyncIterator[bytes]:
+        for part in left:
+            yield part
+
+    place = beneath(tmp_path, str(tmp_path / "saved" / "file"))
+    with pytest.raises((UnreachableError, CheckpointError), match=why):
+        asyncio.run(receive_file(stream(), place, size))
+    assert len([*left]) >= len(parts) - 3  # it has not been read to its end
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
 
 
 def test_a_snapshot_header_is_read_within_bounds(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rpcmp.data.batch_server import BatchServer
 from rpcmp.errors import SecurityError
-from rpcmp.net import rpc_format, rpc_pickle
+from rpcmp.net import rpc_format, rpc_inspection, rpc_pickle
 from rpcmp.net.rpc_format import FormatError
 from rpcmp.net.rpc_inspection import (
     MAX_AHEAD,
@@ -31,7 +31,6 @@ from rpcmp.net.rpc_inspection import (
     Pipes,
 )
 from rpcmp.observability.trace.spans import SPANS_PER_ANSWER, Kind, Span
-from rpcmp.process.resources import MEMORY
 from rpcmp.rpc import transport
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage
@@ -521,13 +520,14 @@ def test_a_connection_of_a_pipe_that_has_ended_reaches_nobody() -> None:
         struct.pack("<Q", 2**40),
         HELLO + struct.pack("<Q", 2**30),
         HELLO + joined([b"\xb9\x03"]),
-        HELLO + message(0x102, b"\1\x80\x04N.", lengths=(MEMORY + 1,)),
+        HELLO + message(0x102, b"\1\x80\x04N.", lengths=(2**27 + 1,)),
         HELLO + joined([frames(message(0x102, bytes(8)))[0], bytes(5)]),
         HELLO + message(0x102, b"\1\x80\x04N.").replace(b"build_tensorlist", b"build_intlist__a"),
         HELLO + message(0x102, b"\1\x80\x04N.", lengths=(4,)).replace(b"cpu", b"gpu"),
     ],
 )
-def test_a_frame_has_its_announced_length(data: bytes) -> None:
+def test_a_frame_has_its_announced_length(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_inspection, "free_memory", lambda: 2**27)
     inspection = Inspection(Pipes(print), "stage1:0", "stage 1 at host-b")
     with pytest.raises(SecurityError):
         inspection.received(data)
@@ -537,7 +537,7 @@ def test_a_message_larger_than_memory_is_refused_by_its_descriptor() -> None:
     head = frames(message(0x102, b""))[0].replace(
         b"\xb9\x02\x83" + bytes(8), b"\xb9\x02\x83" + struct.pack("<Q", MAX_PAYLOAD + 1)
     )
-    with pytest.raises(SecurityError, match="larger than this host's memory"):
+    with pytest.raises(SecurityError, match="larger than the memory that is left"):
         begun().received(joined([head]))
 
 

@@ -66,8 +66,33 @@ def test_the_kernels_kills_for_memory_are_counted(files: dict[str, str], tmp_pat
     assert resources.memory_limit(**places) == (machine if files is NO_GROUP else 1048576)
 
 
+LEFT = {
+    "proc/meminfo": "MemTotal: 99999 kB\nMemAvailable:  3072 kB\nHugePages_Total:   0\n",
+    "cgroups/user.slice/memory.current": "1000000\n",
+    "cgroups/user.slice/memory.stat": "anon 5\ninactive_file 500000\nactive_file 7\n",
+    "cgroups/memory/memory.usage_in_bytes": "1000000\n",
+    "cgroups/memory/memory.stat": "inactive_file 500000\ntotal_inactive_file 500000\n",
+}
+"""One of a limit of 1 MiB is used, and half of that for files."""
+
+
+@pytest.mark.parametrize("files", [SECOND, FIRST, NO_GROUP], ids=["second", "first", "none"])
+def test_what_peers_may_send_is_what_is_left_of_the_groups_limit(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"proc": tmp_path / "proc", "cgroups": tmp_path / "cgroups"}
+    monkeypatch.setattr(resources, "MEMORY", 10_000_000)
+    assert resources.free_memory(**places) == 9_000_000
+    for name, text in (files | LEFT).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    left = 3072 * 1024 - 1_000_000 if files is NO_GROUP else 48_576 + 500_000 - 104_857
+    assert resources.free_memory(**places) == left
+
+
 def test_this_machine_says_how_much_memory_there_is() -> None:
     assert resources.memory_limit() > 2**28
+    assert 0 < resources.free_memory() < resources.memory_limit()
     assert resources.memory_kills() >= 0
 
 
