@@ -185,7 +185,7 @@ AT_MOST = {
         "operations that hosts without code run; the driver's record, and signatures on it",
     ),
     "lines of the top": (590, ""),
-    "lines of checkpoint": (2_050, "a file from a peer needs room on the disk"),
+    "lines of checkpoint": (2_070, "a file from a peer needs room and a name that a run makes"),
     "lines of cli": (3_970, ""),
     "lines of config": (2_970, "what a callable holds, for losses and layers"),
     "lines of data": (2_000, ""),

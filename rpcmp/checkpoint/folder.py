@@ -18,6 +18,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,27 @@ RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 """Names of the folders of runs; see `new_name`."""
 
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+
+_PART = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
+
+
+def require_name(parts: Sequence[str]) -> None:
+    """Check that messages name what a run makes below its folder of checkpoints, and nothing else.
+
+    A folder of steps, of a run or of all, or a stage's file in one.
+
+    Raises:
+        CheckpointError: they name something else, such as `.ssh/authorized_keys`.
+    """
+    below = [*parts]
+    if below and RUN_NAME.fullmatch(below[0]):
+        del below[0]
+    kinds = (_NAME, _PART)
+    is_made = len(below) <= len(kinds) and all(
+        kind.fullmatch(name) for kind, name in zip(kinds, below, strict=False)
+    )
+    if not parts or not is_made:
+        raise CheckpointError(f"{'/'.join(parts)!r} is no checkpoint, and no stage's file in one")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Owners of the other ends of loopback connections, according to the kernel.
 
-Without certificates only the processes of one user, and root's, talk to each other. Servers ask the
-kernel for the owner of each connection, and clients for the owner of the server that they have
-reached. A request to netlink's sock_diag(7) is for one socket, so its cost does not grow with the
-machine's connections. Requests are made on a thread, as another process may hold the kernel's lock
-for them.
+Without certificates only the processes of one user talk to each other. Servers ask the kernel for
+the owner of each connection, and clients for the owner of the server that they have reached. Root
+is another user: whether a process of root's is confined, as a job's code is, only root can see. A
+request to netlink's sock_diag(7) is for one socket, so its cost does not grow with the machine's
+connections. Requests are made on a thread, as another process may hold the kernel's lock for them.
 """
 
 from __future__ import annotations
@@ -105,15 +105,12 @@ def owner(connection: socket.socket) -> int | None:
 
 
 def is_trusted(uid: int | None) -> bool:
-    """Return whether a user is our own or root, whose processes may do all that ours may.
+    """Return whether a user is our own, whose processes may do all that ours may.
 
-    User 0 is root of this process's user namespace, which has power over us in it. The kernel shows
-    the machine's root by that number only if the namespace contains it. A user that the namespace
-    does not contain shows as the overflow uid, like all other such users. So that uid is never
-    trusted: not as our own, should it be our number, and not as root's, should an administrator
-    have chosen 0.
+    A user that this process's user namespace does not contain shows as the overflow uid, like all
+    other such users. So that uid is not trusted as our own, should it be our number.
     """
-    if uid is None or uid not in (0, os.geteuid()):
+    if uid is None or uid != os.geteuid():
         return False
     return uid != _overflow_uid() or _maps_all_users()
 
@@ -133,10 +130,9 @@ async def works_here(connection: socket.socket, parent: int) -> bool:
     """Return whether the process at the other end of a connection may use this server.
 
     Args:
-        connection: on loopback, of this user or root.
-        parent: process id of the only process that may, with its children; 0: any process that is
-            not confined, as the code of jobs is. Root's processes, which we may not look into,
-            always may.
+        connection: on loopback.
+        parent: process id of the only process that may, with its children; 0: any process of this
+            user that is not confined, as the code of jobs is.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_thread, _works_here, connection, parent)
@@ -151,7 +147,7 @@ def _works_here(connection: socket.socket, parent: int) -> bool:
         return False
     if parent:
         return sockets.is_of_family(other_end.inode, parent, likely)
-    return other_end.uid != os.geteuid() or sockets.is_free(other_end.inode)
+    return is_trusted(other_end.uid) and sockets.is_free(other_end.inode)
 
 
 async def is_process(connection: socket.socket, pid: int) -> bool:
@@ -176,9 +172,8 @@ async def require_own_server(connection: socket.socket, address: str) -> None:
     # Then the other end. Alone, it could be one that waits to be accepted, for which kernels before
     # 6.17 say user 0; a listener alone could be one that has replaced another. In this order
     # nothing slips through: a listener that is closed takes with it the connections that it has not
-    # accepted, and those that it has accepted are its user's, who is found here. So is the service
-    # of a user whose listener root has opened. A connection in between, taken from the queue and
-    # not yet any process's, has no inode, and is looked at again.
+    # accepted, and those that it has accepted are its user's, who is found here. A connection in
+    # between, taken from the queue and not yet any process's, has no inode, and is looked at again.
     pauses = iter(ACCEPT_PAUSES)
     while not await loop.run_in_executor(_thread, _is_accepted, connection, address):
         await asyncio.sleep(next(pauses, ACCEPT_PAUSES[-1]))

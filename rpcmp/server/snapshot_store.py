@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.files import Inside, require_plain
-from rpcmp.checkpoint.folder import name_of
+from rpcmp.checkpoint.folder import name_of, require_name
 from rpcmp.checkpoint.slots import MIRRORED_BY_ALL, Slots, Snapshot
 from rpcmp.errors import CheckpointError, JobError, one_line
 from rpcmp.net.peer_connection import Dialer
@@ -108,7 +108,9 @@ class SnapshotStore:
         """Return the path of a file or folder, which must be one of the job's checkpoints."""
         if isinstance(self._folder, str):
             raise CheckpointError(self._folder)
-        return self._folder.at(path)
+        place = self._folder.at(path)
+        require_name(place.parts[len(self._folder.parts) :])
+        return place
 
     async def clear(self) -> None:
         """Drop everything, once saves that are under way have finished."""

@@ -685,7 +685,7 @@ class SnapshotsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Writes a checkpoint's file that the caller has to this host's disk: which, then its bytes.
+        """Hands over weights that the stage begins with: which file, then its bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

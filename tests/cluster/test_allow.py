@@ -205,30 +205,39 @@ def test_a_job_cannot_read_or_write_files_outside_its_folder(
     server, base = guarded
     saved = base / "saved" / "job"
     job = prepared(server, str(saved))
-    (saved / "step-00000001").mkdir(parents=True)
+    ours = saved / "step-00000001" / "a.safetensors"
+    ours.parent.mkdir(parents=True)
+    ours.write_bytes(b"ours")
     (saved / "out").symlink_to(base)
-    (saved / "step-00000001" / "link").symlink_to(base / "canary")
-    evil = ["out/canary", "step-00000001/link", "../canary", "../../canary", "out/saved/x"]
+    (saved / "step-00000001" / "link.safetensors").symlink_to(base / "canary")
+    evil = [
+        *("out/canary", "step-00000001/link.safetensors", "../canary", "../../canary"),
+        *("out/saved/x", ".ssh/authorized_keys", "usercustomize.py", "step-00000001/x.py"),
+        *("step-1/a.safetensors", "\0", "x" * 5000),
+    ]
     with grpc.insecure_channel(server.address) as channel:
         control, snapshots = ControlStub(channel), SnapshotsStub(channel)
         control.Prepare(job, timeout=120)
-        for name in (*evil, "\0", "x" * 5000):
-            file = pb.CheckpointFile(path=f"{saved}/{name}", size=4)
+        start = pb.StartRequest(job_id=job.job_id, generation=1, stage_name="stage0")
+        for name in evil:
+            file = pb.CheckpointFile(path=f"{saved}/{name}", size=4, address=server.address)
             with pytest.raises(grpc.RpcError):
-                list(snapshots.Fetch(_wanted(job, file.path)))
-            puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"evil")]
-            if name != "step-00000001/link":  # a file replaces the link
-                with pytest.raises(grpc.RpcError):
-                    snapshots.Put(iter(puts), timeout=120)
+                list(snapshots.Fetch(_wanted(job, file.path), timeout=120))
+            puts = [pb.PutRequest(job_id=job.job_id, generation=1, file=file)]
+            with pytest.raises(grpc.RpcError, match="is no file of weights"):
+                snapshots.Put(iter(puts), timeout=120)
+            if name != "step-00000001/link.safetensors":  # a file replaces the link
+                with pytest.raises(grpc.RpcError, match=r"checkpoint|name of a file"):
+                    snapshots.Check(pb.CheckRequest(files=[file]), timeout=120)
+                start.restore.CopyFrom(pb.Restore(step=1, files=[file]))
+                with pytest.raises(grpc.RpcError, match=r"checkpoint|name of a file"):
+                    control.Start(start, timeout=120)
             with pytest.raises(grpc.RpcError):
                 snapshots.Remove(pb.RemoveRequest(folder=file.path), timeout=120)
         start = pb.StartRequest(job_id=job.job_id, generation=1, stage_name="../../evil")
         with pytest.raises(grpc.RpcError, match="cannot be the name of a file"):
             control.Start(start, timeout=120)
-        file = pb.CheckpointFile(path=f"{saved}/step-00000002/a.safetensors", size=4)
-        puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"ours")]
-        snapshots.Put(iter(puts), timeout=120)
-        fetched = snapshots.Fetch(_wanted(job, file.path), timeout=120)
+        fetched = snapshots.Fetch(_wanted(job, str(ours)), timeout=120)
         assert b"".join(part.data for part in fetched) == b"ours"
         control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
     assert (base / "canary").read_text() == "SECRET"

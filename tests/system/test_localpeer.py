@@ -176,7 +176,7 @@ def test_in_a_user_namespace_the_overflow_uid_matches_no_user(user: int, is_know
 def test_outside_a_user_namespace_the_overflow_uid_is_an_ordinary_user() -> None:
     with acting_as(OVERFLOW):
         assert is_trusted(OVERFLOW)
-        assert is_trusted(0)
+        assert not is_trusted(0)
         assert not is_trusted(TRENT)
         assert not is_trusted(None)
 
@@ -201,7 +201,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 
 
 def test_another_user_of_this_machine_is_refused() -> None:
-    """Without certificates a server accepts calls only from its own user and from root."""
+    """Without certificates a server accepts calls only from its own user."""
     with running_servers(1) as (server,):
         host, port = server.address.rsplit(":", 1)
         with acting_as(MALLORY):  # the creator of a socket owns it
@@ -213,6 +213,20 @@ def test_another_user_of_this_machine_is_refused() -> None:
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             assert heard(connection) != b""
         assert describe(server).stage_index == 0
+
+
+def test_root_is_another_user_too() -> None:
+    """What root's server runs for a job is confined and root's, which another user cannot see."""
+    apart = ("prctl(", "unshare(", "uid_map")
+    lines = [each for each in NAMESPACED.splitlines() if not any(word in each for word in apart)]
+    with child("\n".join(lines), MALLORY) as process:
+        _, port = map(int, line(process).split())
+        for other in (TRENT, 0, MALLORY):
+            with acting_as(other):
+                connection = socket.socket()
+            with connection:
+                connection.connect((HERE, port))
+                assert line(process) == str(other == MALLORY), other
 
 
 def heard(connection: socket.socket) -> bytes:

@@ -28,6 +28,7 @@ from rpcmp.checkpoint.folder import (
     new_name,
     newest_in,
     remove,
+    require_name,
     require_none_asked_for,
     runs_in,
     step_of,
@@ -539,3 +540,30 @@ def test_a_run_is_removed_with_its_folder_but_nothing_else(tmp_path: Path) -> No
     remove(run)  # by another host, where they share the folder
     with pytest.raises(CheckpointError, match="is no step folder"):
         remove(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_made"),
+    [
+        ("step-00000001", True),
+        ("step-00000001/stage0.safetensors", True),
+        ("20261122-101500-3f9a2c", True),
+        ("20261122-101500-3f9a2c/step-100000000/a_b-c.safetensors", True),
+        ("", False),
+        ("step-1", False),
+        ("step-00000001/.safetensors", False),
+        ("step-00000001/a.safetensors/b", False),
+        ("step-00000001/step-00000001", False),
+        ("20261122-101500-3f9a2c/20261122-101500-3f9a2c", False),
+        (".ssh/authorized_keys", False),
+        ("step-00000001/sitecustomize.py", False),
+        ("a.safetensors", False),
+    ],
+)
+def test_messages_name_nothing_but_what_a_run_makes(path: str, is_made: bool) -> None:
+    parts = tuple(path.split("/")) if path else ()
+    if is_made:
+        require_name(parts)
+        return
+    with pytest.raises(CheckpointError, match="is no checkpoint, and no stage's file in one"):
+        require_name(parts)
