@@ -1,9 +1,10 @@
 """A seccomp filter: refuse system calls that an attacker needs and a confined process does not.
 
 It covers what Landlock does not see: sockets that lead to other processes of the user (D-Bus,
-docker, an ssh-agent, rpcmp's own), file modes and owners by name, limits of other processes. It
-also refuses what is not needed and has had holes: namespaces, mounts, bpf, io_uring, keys, 32-bit
-calls. A refused call fails with EPERM, or with ENOSYS if libraries have a fallback for it.
+docker, an ssh-agent, rpcmp's own), file modes and owners by name, limits, priorities and processors
+of other processes. It also refuses what is not needed and has had holes: namespaces, mounts, bpf,
+io_uring, keys, 32-bit calls. A refused call fails with EPERM, or with ENOSYS if libraries have a
+fallback for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import platform
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -72,7 +73,9 @@ _NUMBERS = """
     shmctl 31 195, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, semget 64 190,
     semop 65 193, semctl 66 191, semtimedop 220 192, inotify_init 253 -, inotify_init1 294 26,
     fanotify_init 300 262, process_madvise 440 440, process_mrelease 448 448,
-    migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30
+    migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30,
+    sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+    sched_setattr 314 274, fcntl 72 25
 """
 """The number of each call on x86-64 and on 64-bit ARM; "-" if it does not exist there."""
 
@@ -98,6 +101,8 @@ _NEW_NAMESPACES = 0x7E020000
 _SOCKET_TYPE = 0xF
 _IOPRIO_WHO_PROCESS = 1
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FS_SETFLAGS, _FS32_SETFLAGS, _FS_SETXATTR = 0x40086602, 0x40046602, 0x401C5820
+_SETLEASE, _NOTIFY = 1024, 1026
 _SET_FILTER, _ALL_THREADS, _GET_ACTION = 1, 1, 2
 
 Instruction = tuple[int, int, int, int]
@@ -182,34 +187,43 @@ def _by_argument() -> dict[str, list[Instruction]]:
             _REFUSE,
             _ACCEPT,
         ],
-        # Both insert input into the terminal that the server was started from.
-        "ioctl": [
-            (_LOAD, 0, 0, _argument(1)),
-            (_EQUAL, 1, 0, _TIOCSTI),
-            (_EQUAL, 0, 1, _TIOCLINUX),
-            _REFUSE,
-            _ACCEPT,
-        ],
-        # Allowed for one process or thread, but not for all of a group or user.
-        "setpriority": [
-            (_LOAD, 0, 0, _argument(0)),
-            (_EQUAL, 1, 0, os.PRIO_PROCESS),
-            _REFUSE,
-            _ACCEPT,
-        ],
-        "ioprio_set": [
-            (_LOAD, 0, 0, _argument(0)),
-            (_EQUAL, 1, 0, _IOPRIO_WHO_PROCESS),
-            _REFUSE,
-            _ACCEPT,
-        ],
-        "prlimit64": [
-            (_LOAD, 0, 0, _argument(0)),
-            (_EQUAL, 1, 0, 0),
-            _REFUSE,
-            _ACCEPT,
-        ],
+        # The first two insert input into the terminal that the server was started from. The others
+        # change a file's attributes through a descriptor for reading, as chmod would.
+        "ioctl": _refused_for(
+            1, (_TIOCSTI, _TIOCLINUX, _FS_SETFLAGS, _FS32_SETFLAGS, _FS_SETXATTR)
+        ),
+        # A lease stops others who open the file; notifications are inotify's, in an older form.
+        "fcntl": _refused_for(1, (_SETLEASE, _NOTIFY)),
+        # Of the calling thread, which is 0, and of no other process.
+        "setpriority": _allowed_for(os.PRIO_PROCESS, 0),
+        "ioprio_set": _allowed_for(_IOPRIO_WHO_PROCESS, 0),
+        "prlimit64": _allowed_for(0),
+        "sched_setaffinity": _allowed_for(0),
+        "sched_setscheduler": _allowed_for(0),
+        "sched_setparam": _allowed_for(0),
+        "sched_setattr": _allowed_for(0),
     }
+
+
+def _refused_for(index: int, values: Sequence[int]) -> list[Instruction]:
+    """Return a block that refuses a call whose argument is one of these values."""
+    last = len(values) - 1
+    tests = [(_EQUAL, last - n, int(n == last), value) for n, value in enumerate(values)]
+    return [(_LOAD, 0, 0, _argument(index)), *tests, _REFUSE, _ACCEPT]
+
+
+def _allowed_for(*first: int) -> list[Instruction]:
+    """Return a block that refuses a call unless its first arguments are these values."""
+    block: list[Instruction] = [_REFUSE, _ACCEPT]
+    for index, value in reversed([*enumerate(first)]):
+        to_refusal = len(block) - 2
+        is_last = index == len(first) - 1
+        block = [
+            (_LOAD, 0, 0, _argument(index)),
+            (_EQUAL, 1 if is_last else 0, 0 if is_last else to_refusal, value),
+            *block,
+        ]
+    return block
 
 
 def _argument(index: int) -> int:

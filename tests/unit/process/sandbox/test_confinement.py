@@ -58,7 +58,8 @@ def test_hidden_by_covers_the_certificate_folder_and_its_authoritys(tmp_path: Pa
 
 
 PROBE = """
-import ctypes, json, mmap, multiprocessing, os, resource, signal, socket, sys, tempfile, threading
+import ctypes, fcntl, json, mmap, multiprocessing, os, resource, signal, socket, sys, tempfile
+import threading
 import torch
 from rpcmp.process.sandbox import namespace as network
 from rpcmp.process.channel import connect_to_supervisor
@@ -175,6 +176,14 @@ def main():
         "a session": lambda: os.setsid(),
         "another group": lambda: os.setpgid(0, os.getpgid(os.getppid())),
         "a group's priority": lambda: os.setpriority(os.PRIO_PGRP, os.getpgid(other), 19),
+        "a process's priority": lambda: os.setpriority(os.PRIO_PROCESS, other, 19),
+        "processors": lambda: os.sched_setaffinity(other, {0}),
+        "scheduling": lambda: os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0)),
+        "a lease": lambda: fcntl.fcntl(reading(given["open"]), fcntl.F_SETLEASE, fcntl.F_RDLCK),
+        "notifications of a folder": lambda: fcntl.fcntl(
+            reading(os.path.dirname(given["open"])), fcntl.F_NOTIFY, fcntl.DN_MODIFY),
+        "attributes of an open file": lambda: fcntl.ioctl(
+            reading(given["open"]), 0x40086602, bytes(8)),
         "notifications": lambda: call(294, 0),
         "shared memory of System V": lambda: call(29, 0, 4096, 0o1600),
         "what the supervisor reads, cut off": lambda: [
@@ -194,6 +203,8 @@ def main():
             ("127.0.0.1", 0)).getsockname()[1])),
         "a module": lambda: __import__("wave").__name__,
         "a program": lambda: os.waitstatus_to_exitcode(os.system("true")),
+        "own priority": lambda: os.setpriority(os.PRIO_PROCESS, 0, 5),
+        "own processors": lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)),
         "own limits": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0,
         "devices": lambda: [open("/dev/null", "w").write("x"), open("/dev/zero", "rb").read(3)],
     }
@@ -269,6 +280,8 @@ def test_a_confined_process_reaches_only_necessary_resources(
         "a listener": "True",
         "a module": "'wave'",
         "a program": "0",
+        "own priority": "None",
+        "own processors": "None",
         "own limits": "True",
         "devices": "[1, b'\\x00\\x00\\x00']",
     }

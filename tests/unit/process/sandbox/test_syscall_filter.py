@@ -12,6 +12,9 @@ import pytest
 from rpcmp.process.sandbox import syscall_filter
 
 
+SCHEDULING = ("affinity", "scheduler", "param", "attr")
+
+
 def verdict(machine: syscall_filter.Machine, call: str | int, *given: int, audit: int = 0) -> int:
     """Return the errno with which the filter refuses a call, or 0 if it allows the call.
 
@@ -61,12 +64,18 @@ def test_the_filter_refuses_the_same_calls_on_every_machine(
     for namespace in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert verdict(machine, "clone", namespace | signal.SIGCHLD) == errno.EPERM
     assert verdict(machine, "ioctl", 0, 0x5401) == 0
-    assert {verdict(machine, "ioctl", 0, command) for command in (0x5412, 0x541C)} == {errno.EPERM}
-    for call in ("setpriority", "ioprio_set"):
-        assert [verdict(machine, call, which) for which in range(3)].count(errno.EPERM) == 2
-    assert verdict(machine, "setpriority", os.PRIO_PROCESS) == 0
-    assert verdict(machine, "prlimit64", 0) == 0
-    assert verdict(machine, "prlimit64", 4711) == errno.EPERM
+    hostile = (0x5412, 0x541C, 0x40086602, 0x40046602, 0x401C5820)
+    assert {verdict(machine, "ioctl", 0, command) for command in hostile} == {errno.EPERM}
+    assert {verdict(machine, "fcntl", 0, command) for command in (1, 2, 6, 1025, 1033)} == {0}
+    assert {verdict(machine, "fcntl", 0, command) for command in (1024, 1026)} == {errno.EPERM}
+    for call, process in (("setpriority", os.PRIO_PROCESS), ("ioprio_set", 1)):
+        for which in range(3):
+            for who in (0, 4711):
+                is_own = (which, who) == (process, 0)
+                assert verdict(machine, call, which, who) == (0 if is_own else errno.EPERM)
+    for call in ("prlimit64", *(f"sched_set{what}" for what in SCHEDULING)):
+        assert verdict(machine, call, 0) == 0
+        assert verdict(machine, call, 4711) == errno.EPERM
     assert verdict(machine, 63, 0) == 0
     assert verdict(machine, 0x40000000, 0) == errno.EPERM  # x32
     assert verdict(machine, 63, audit=0x40000003) == errno.EPERM  # 32 bits
