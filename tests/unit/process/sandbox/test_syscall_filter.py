@@ -11,7 +11,6 @@ import pytest
 
 from rpcmp.process.sandbox import syscall_filter
 
-
 SCHEDULING = ("affinity", "scheduler", "param", "attr")
 
 
