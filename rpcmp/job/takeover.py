@@ -281,7 +281,7 @@ def _completed(
             about = About.model_validate_json(run.about)
             if len(about.places) != len(about.apply_to(config).workers):
                 raise ValueError("addresses of another number of workers")
-            summary = SummaryEvent.from_json(json.loads(run.summary), complete=True)
+            summary = SummaryEvent.from_json(_object(run.summary), complete=True)
         except (ValueError, RecursionError) as error:
             _warn_unreadable(address, run.job, error)
             continue
@@ -324,11 +324,15 @@ def _warn_unreadable(address: str, job: str, error: Exception) -> None:
     log.warning(text, address, job, error)
 
 
+def _object(text: str) -> Message:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("a record that is no object")
+    return value
+
+
 def _state(recorded: pb.DriverState) -> Message:
-    state = json.loads(recorded.state)
-    if not isinstance(state, dict):
-        raise ValueError("a driver's state that is no object")
-    progress = TrainingProgress.from_message(state)
+    progress = TrainingProgress.from_message(_object(recorded.state))
     if progress.step != recorded.step:
         raise ValueError(f"a driver's state of step {progress.step}, not {recorded.step}")
     return asdict(progress)

@@ -266,10 +266,17 @@ def checked(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return an operation with a check of what its kernel does not look at, if there is any."""
     base = name.split(".")[1]
     if base in RECURRENT:
-        return functools.partial(_recurrent, operation, RECURRENT[base])
-    if base.removesuffix("_") in DIVISIONS:
-        return functools.partial(_divided, operation)
-    return operation
+        call = functools.partial(_recurrent, operation, RECURRENT[base])
+    elif base.removesuffix("_") in DIVISIONS:
+        call = functools.partial(_divided, operation)
+    else:
+        return operation
+
+    def check(*args: Any, **options: Any) -> Any:
+        return call(*args, **options)
+
+    check.__name__ = check.__qualname__ = f"checked_{base}"  # torch writes it into source
+    return check
 
 
 def _recurrent(

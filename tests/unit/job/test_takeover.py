@@ -156,7 +156,9 @@ def test_a_lost_job_is_newer_than_a_run_that_is_complete() -> None:
     assert isinstance(recalled(small_job(), completed(), answer(state(3))), LostJob)
 
 
-@pytest.mark.parametrize("broken", [{"about": "{}"}, {"summary": "[" * 100_000}, {"summary": "{}"}])
+@pytest.mark.parametrize(
+    "broken", [{"about": "{}"}, {"summary": "[" * 100_000}, {"summary": "{}"}, {"summary": "1e308"}]
+)
 def test_a_complete_run_that_cannot_be_read_is_named(
     broken: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:

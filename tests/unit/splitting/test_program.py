@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from rpcmp.config import importing
 from rpcmp.errors import ConfigError
 from rpcmp.splitting.program import Node, Program, compiled, encode, require_bounded
 
@@ -195,3 +196,15 @@ def test_a_host_without_code_runs_what_models_are_made_of() -> None:
         Node(name="c", calls="torch.sym_max", args=[{"of": "n"}, 2]),
     ]
     require_bounded(Program(inputs=["x0", "n"], nodes=nodes, outputs=[]))
+
+
+def test_a_host_without_code_checks_what_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_lists", [importing.AllowList([])])
+    lowest = torch.full([1], torch.iinfo(torch.int64).min)
+    nodes = [
+        Node(name="a", calls="aten.div.Tensor", args=[{"of": "x0"}, 2]),
+        Node(name="b", calls="aten.floor_divide.default", args=[{"of": "x0"}, -1]),
+    ]
+    assert run(nodes[:1], lowest).item() == lowest.item() / 2
+    with pytest.raises(ValueError, match="the lowest integer is divided by -1"):
+        run(nodes, lowest)
