@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rpcmp.checkpoint.files import write_durably
 from rpcmp.cli import echo
 from rpcmp.cli.options import require_writable
 from rpcmp.errors import ConfigError
@@ -62,11 +63,14 @@ def report(folders: tuple[Path, ...], output: Path | None, text: bool) -> None:
     from rpcmp.observability.dashboard.html_report import html
 
     path = output or folders[0] / (REPORT if len(runs) == 1 else COMPARISON)
-    require_writable(path)
+    if output is not None:
+        require_writable(path)
     try:
-        if output is None:  # never write through a link in a run folder of another user
-            path.unlink(missing_ok=True)
-        path.write_text(html(runs), encoding="utf-8")
+        page = html(runs)
+        if output is None:  # never through a link, or into a pipe, in a run folder of another user
+            write_durably(path, [page.encode()], mode=0o644)
+        else:
+            path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     echo(path)

@@ -31,6 +31,9 @@ from rpcmp.rpc.tensors import dump_message, load_message, tensor_line
 MAX_POSITION = 48 * 1024
 """Characters of a position, which goes with the driver's record of each step."""
 
+MOST_PASSES = 2**53
+"""Over a stream, in a position."""
+
 MAX_REST = 256
 """Characters of a Share without its state."""
 
@@ -56,7 +59,7 @@ class Share(NamedTuple):
         note: what the user should know about it; empty: nothing.
     """
 
-    passes: NonNegativeInt = 0
+    passes: Annotated[int, Field(ge=0, le=MOST_PASSES)] = 0
     stride: PositiveInt = 1
     state: str = ""
     digest: str = ""
@@ -96,6 +99,8 @@ class Position(NamedTuple):
                 f"data.train was read by {len(shares)} processes up to step {read}, and would be "
                 f"by {num_shares}, which share a stream otherwise: leave data.num_workers as it was"
             )
+        if strides := {s.stride for s in shares if s is not None} - {1, num_shares}:
+            raise ConfigError(f"no position in the stream data.train: a stride of {max(strides)}")
         if size != batch_size and position.is_read_again:
             raise ConfigError(
                 f"data.train was read in mini-batches of {size} up to step {read}, and has to be "

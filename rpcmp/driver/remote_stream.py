@@ -106,6 +106,9 @@ class RemoteStream:
     def _common(self, answers: Answers, number: int) -> Position:
         """Return the position that all stages answer after the first `number` mini-batches."""
         positions = {label: self._parsed(label, text) for label, text in by_label(answers).items()}
+        for label, position in positions.items():
+            if position.read != number:
+                raise JobError(f"stage {label!r} answers with the position after {position.read}")
         digests = {label: position.last.digest for label, position in positions.items()}
         require_same(digests, f"data.train yields other samples in step {number}")
         return next(iter(positions.values()))

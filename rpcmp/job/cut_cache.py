@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rpcmp.config.files import python_files
+from rpcmp.config.files import python_files, read_bytes
 from rpcmp.config.schema import Config
 from rpcmp.errors import one_line
 
@@ -53,9 +53,9 @@ class CutCache:
 
     def read(self) -> dict[str, Any] | None:
         """Return the key and the cut that were written last; None: there are none to rely on."""
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             path = self._path()
-            data = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+            data = read_bytes(path, MAX_BYTES)
             mac, text = data[:_MAC], data[_MAC:]
             if hmac.compare_digest(mac, self._mac(text, own_key())):
                 os.utime(path)  # it is in use

@@ -271,6 +271,18 @@ class Revocations:
     def number(self) -> int:
         return sum(map(len, self._lists))
 
+    def knows(self, authorities: Iterable[x509.Certificate]) -> bool:
+        """Return whether there is a list of one of these authorities."""
+        return any(_has_signed(each, crl) for each in authorities for crl in self._lists)
+
+    def is_older_than(self, other: Revocations) -> bool:
+        """Return whether a list of an authority was made before the one that `other` has."""
+        return any(
+            ours.issuer == theirs.issuer and ours.last_update_utc < theirs.last_update_utc
+            for ours in self._lists
+            for theirs in other._lists
+        )
+
     def has(self, certificate: bytes) -> bool:
         """Return whether a certificate, in DER, is revoked."""
         held = x509.load_der_x509_certificate(certificate)

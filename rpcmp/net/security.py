@@ -52,6 +52,7 @@ class Credentials:
 
     Attributes:
         revocations: of ca.crl; None if there is none.
+        authorities: the content of ca.crt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,6 +61,8 @@ class Credentials:
         self._stamp: object = None
         self._refused: object = None  # what could not be used, and was warned of
         self._signer: Signer | None = None
+        self._signs_since: object = None
+        self.authorities = b""
         self._load()
 
     def server(self) -> ssl.SSLContext:
@@ -105,10 +108,14 @@ class Credentials:
     def signer(self) -> Signer:
         """Return what signs with our key."""
         self.refresh()
-        if self._signer is None:
+        if self._signer is None or self._signs_since != self._stamp:
             from rpcmp.net.signatures import Signer  # imports cryptography
 
-            self._signer = Signer(self.folder)
+            try:
+                self._signer, self._signs_since = Signer(self.folder), self._stamp
+            except SecurityError:  # its files are being replaced
+                if self._signer is None:
+                    raise
         return self._signer
 
     def verifier(self) -> Verifier:
@@ -127,6 +134,7 @@ class Credentials:
                 f"{CA}, {CERTIFICATE} and {KEY}: `rpcmp certs issue` makes one"
             ) from error
         require_private(self.folder / KEY)
+        authorities = (self.folder / CA).read_bytes()
         revocations = self._read_revocations()
         server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
         metrics = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], revocations)
@@ -137,7 +145,8 @@ class Credentials:
             for protocol in (GRPC, RELAY)
         }
         self._server, self._website, self._clients = server, website, clients
-        self._metrics, self._signer = metrics, None
+        self._metrics = metrics
+        self.authorities = authorities
         self.revocations, self._stamp = revocations, stamp
 
     def _read_revocations(self) -> Revocations | None:
@@ -154,7 +163,13 @@ class Credentials:
             raise SecurityError(f"{error.filename} cannot be read ({error.strerror})") from error
         from rpcmp.net.certificates import Revocations  # imports cryptography
 
-        return Revocations(content, authorities, path)
+        found = Revocations(content, authorities, path)
+        if self.revocations is not None and found.is_older_than(self.revocations):
+            raise SecurityError(
+                f"{path} is older than the one before, and would make valid again what that has "
+                "revoked: copy the newest from the authority's host"
+            )
+        return found
 
     def _context(
         self, side: int, protocols: list[str], revocations: Revocations | None
@@ -215,24 +230,41 @@ class Security:
 
     def establish(self, end: VerifiedConnection) -> None:
         """Register a verified connection, so that it can be ended if the peer is revoked."""
-        if self._is_revoked(end):
+        if self._is(end, self._is_revoked):
             raise SecurityError("certificate revoked")
         self._established.add(end)
 
     def end_revoked(self) -> list[str]:
         """End the connections of revoked peers; return their roles."""
-        revoked = [end for end in self._established if self._is_revoked(end)]
-        for end in revoked:
+        return self._end(self._is_revoked)
+
+    def end_of_other_authorities(self, before: bytes) -> list[str]:
+        """End the connections of peers whose authority has left ca.crt; return their roles.
+
+        Args:
+            before: what ca.crt was.
+        """
+        from rpcmp.net.signatures import has_left  # imports cryptography
+
+        now = b"" if self.credentials is None else self.credentials.authorities
+        return self._end(lambda certificate: has_left(certificate, before, now))
+
+    def _end(self, is_refused: Callable[[bytes], bool]) -> list[str]:
+        ended = [end for end in self._established if self._is(end, is_refused)]
+        for end in ended:
             self._established.discard(end)
             end.shut_down()
-        return [str(end.session.peer_role) for end in revoked if end.session is not None]
+        return [str(end.session.peer_role) for end in ended if end.session is not None]
 
-    def _is_revoked(self, end: VerifiedConnection) -> bool:
-        revocations = None if self.credentials is None else self.credentials.revocations
-        if revocations is None or end.session is None or end.gone.is_set():
+    def _is(self, end: VerifiedConnection, is_refused: Callable[[bytes], bool]) -> bool:
+        if end.session is None or end.gone.is_set():
             return False
         certificate = end.session.peer_certificate
-        return certificate is not None and revocations.has(certificate)
+        return certificate is not None and is_refused(certificate)
+
+    def _is_revoked(self, certificate: bytes) -> bool:
+        revocations = None if self.credentials is None else self.credentials.revocations
+        return revocations is not None and revocations.has(certificate)
 
     @property
     def role(self) -> Role | None:
@@ -314,7 +346,7 @@ WARN_EACH_SECONDS = 24 * 3600.0
 
 
 async def watch(security: Security, warn: Callable[[str], None]) -> None:
-    """End connections of revoked peers, and warn once a day before the certificate expires.
+    """End connections of peers that would be refused now; warn before the certificate expires.
 
     Returns at once if there are no certificates, otherwise runs until it is cancelled.
 
@@ -323,7 +355,7 @@ async def watch(security: Security, warn: Callable[[str], None]) -> None:
     credentials = security.credentials
     if credentials is None:
         return
-    checked = credentials.revocations
+    checked, authorities = credentials.revocations, credentials.authorities
     warned = -WARN_EACH_SECONDS
     while True:
         credentials.refresh()
@@ -331,6 +363,10 @@ async def watch(security: Security, warn: Callable[[str], None]) -> None:
             checked = credentials.revocations
             for role in security.end_revoked():
                 warn(f"a connection with {role} is ended: its certificate is revoked")
+        if credentials.authorities != authorities:
+            for role in security.end_of_other_authorities(authorities):
+                warn(f"a connection with {role} is ended: its authority is not in ca.crt any more")
+            authorities = credentials.authorities
         if time.monotonic() - warned >= WARN_EACH_SECONDS:
             warned = time.monotonic()
             if text := expiry_warning(credentials, datetime.now(UTC)):

@@ -47,6 +47,8 @@ class Signer:
             key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise SecurityError(f"{folder / KEY} cannot be used: {error}") from error
+        if key.public_key() != certificate.public_key():
+            raise SecurityError(f"{KEY} and {CERTIFICATE} in {folder} do not belong together")
         self._key = key
 
     def sign(self, statement: Statement) -> Signature:
@@ -87,20 +89,23 @@ class Verifier:
         try:
             certificate = x509.load_der_x509_certificate(signature.certificate)
             _require_value(certificate, _bytes_of(statement), signature.value)
-            is_issued = any(_has_issued(each, certificate) for each in self._authorities)
+            issuers = [each for each in self._authorities if has_issued(each, certificate)]
             role = role_of(certificate)
         except InvalidSignature:
             raise SecurityError("its signature is of something else") from None
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise SecurityError(f"its signature cannot be read: {error}") from error
-        if not is_issued:
+        if not issuers:
             raise SecurityError("who has signed it has no certificate of an authority in ca.crt")
         if role is None or not role.is_driver:
             raise SecurityError(f"it is signed by {role or 'somebody'}, and not by a driver")
-        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        if not begin <= datetime.now(UTC) <= end:
+        if not (_is_valid(certificate) and any(map(_is_valid, issuers))):
             raise SecurityError("the driver's certificate that has signed it has expired")
-        if self._revocations is not None and self._revocations.has(signature.certificate):
+        if self._revocations is None:
+            return
+        if not self._revocations.knows(issuers):  # as TLS has it
+            raise SecurityError("ca.crl has no list of the authority of who has signed it")
+        if self._revocations.has(signature.certificate):
             raise SecurityError("the driver's certificate that has signed it is revoked")
 
 
@@ -108,7 +113,27 @@ def _bytes_of(statement: Statement) -> bytes:
     return json.dumps(["rpcmp", *statement]).encode()
 
 
-def _has_issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+def has_left(certificate: bytes, before: bytes, now: bytes) -> bool:
+    """Whether a certificate, in DER, is of an authority that was in ca.crt and is not any more.
+
+    Args:
+        before, now: contents of ca.crt.
+    """
+    held = x509.load_der_x509_certificate(certificate)
+    was, is_issued = (
+        any(has_issued(each, held) for each in x509.load_pem_x509_certificates(content))
+        for content in (before, now)
+    )
+    return was and not is_issued
+
+
+def _is_valid(certificate: x509.Certificate) -> bool:
+    now = datetime.now(UTC)
+    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
+
+
+def has_issued(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Whether a certificate has the signature of an authority."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

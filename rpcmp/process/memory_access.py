@@ -4,8 +4,9 @@
             <────────── descriptor, or none ──
 
 The kernel allows that to the owner's user on the owner's host. A confined process may open nothing
-of another one, so supervisors do it for all children. The memory has a random name, which only the
-members of a group learn: neither a member nor a driver can have anything else opened.
+of another one, so supervisors do it for all children. The memory has its owner's name and a random
+one, which only the members of a group learn: neither a member nor a driver can have anything else
+opened, and no member another one's memory as its own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import threading
 from typing import NamedTuple
 
 PREFIX = "rpcmp-tensors-"
+
+ANNOUNCED = "memory of "
+"""Before a member's name: the key in a group's store under which it announces its memory."""
 
 MAX_OWNER = 128
 """Characters of an owner's name in that of its memory, which may have 249 bytes."""
@@ -47,8 +52,18 @@ class MemoryAddress(NamedTuple):
         return json.dumps(self)
 
 
+def is_of(address: str, owner: str) -> bool:
+    """Whether an address is of memory that a process has created under this owner's name."""
+    try:
+        name = MemoryAddress.parse(address).name
+    except (ValueError, RecursionError):
+        return False
+    own = re.escape(f"{PREFIX}{owner[:MAX_OWNER]}-")
+    return re.fullmatch(f"{own}[0-9a-f]{{32}}", name) is not None
+
+
 def create_memory(owner: str) -> MemoryAddress:
-    """Create memory of this process that can grow; `owner` is for people who look at it."""
+    """Create memory of this process that can grow, with its owner's name; see `is_of`."""
     name = f"{PREFIX}{owner[:MAX_OWNER]}-{secrets.token_hex(16)}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     # Readers have it mapped: memory that shrinks would end them by a signal.

@@ -6,13 +6,14 @@ for_reader: where to place tensors for a member        attach: the tensors of an
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
 import torch
 
 from rpcmp.errors import SecurityError
-from rpcmp.process.memory_access import open_memory
+from rpcmp.process.memory_access import is_of, open_memory
 from rpcmp.rpc import device_trial
 from rpcmp.rpc.memory_blocks import PeerMemory
 from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
@@ -68,8 +69,9 @@ class GroupMemory:
         if self._device is not None and member not in self._members_devices:
             with self._finding:
                 if member not in self._members_devices:
+                    find = functools.partial(self._find_own, member)
                     self._members_devices[member] = device_trial.open_tried(
-                        member, self._trials[member], self._find, self._device
+                        member, self._trials[member], find, self._device
                     )
         if self._members_devices.get(member) is not None:
             return Sharing.DEVICE
@@ -82,9 +84,15 @@ class GroupMemory:
                 if member not in self.members:
                     announced = self._announced_by(member).decode()
                     address, _, self._trials[member] = announced.partition("\n")
-                    fd = self._find(address)
+                    fd = self._find_own(member, address)
                     self.members[member] = None if fd is None else PeerMemory(fd)
         return self.members[member] is not None
+
+    def _find_own(self, member: str, address: str) -> int | None:
+        """Find a member's memory; what it announces may not be another member's."""
+        if not is_of(address, member):
+            raise SecurityError(f"{member!r} announces memory that is not its own")
+        return self._find(address)
 
     def attach(self, tensor: SharedTensor, member: str) -> None:
         """Find a tensor of an answer; see `SharedTensor.attach`."""

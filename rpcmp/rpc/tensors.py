@@ -187,7 +187,7 @@ def decode_tree(spec: Spec, tensors: Mapping[str, Tensor]) -> Any:
         case "list":
             return [decode_tree(item, tensors) for item in content]
         case "dtype":
-            dtype = getattr(torch, content, None)
+            dtype = vars(torch).get(content)  # without torch's lazy imports
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{content!r} is no dtype of torch")
             return dtype

@@ -58,7 +58,7 @@ from rpcmp.errors import (
     to_wire,
 )
 from rpcmp.pipelining import pytree
-from rpcmp.process.memory_access import open_memory
+from rpcmp.process.memory_access import ANNOUNCED, open_memory
 from rpcmp.process.sandbox import namespace
 from rpcmp.process.sandbox.namespace import address_of
 from rpcmp.process.sockets import listeners
@@ -77,7 +77,7 @@ ACKNOWLEDGED_SECONDS = 1.0
 
 RRef = rpc.RRef
 
-MEMORY = "memory of {}"
+MEMORY = ANNOUNCED + "{}"
 """Key of a member's memory in the group's store: its address, and a trial of its device's."""
 
 NOBODY = ""

@@ -147,7 +147,7 @@ class GroupMembers:
 
 
 ALLOWED = (
-    "/grpc.health.v1.Health/",
+    "/grpc.health.v1.Health/Check",
     "/rpcmp.v1.Control/Describe",
     "/rpcmp.v1.Rendezvous/",
     "/rpcmp.v1.Snapshots/Fetch",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -304,10 +303,10 @@ class StageClient:
         if error.code() is grpc.StatusCode.PERMISSION_DENIED:
             return SecurityError(f"{where}: {details}")
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("{"):
-            data = json.loads(details)
-            if set(data["fields"]) == {"message"}:
-                data["fields"]["message"] = f"{where}: {data['fields']['message']}"
-            return from_wire(json.dumps(data))
+            known = from_wire(details)
+            if set(known.fields) == {"message"}:
+                return type(known)(f"{where}: {known}")
+            return known
         if error.code() is grpc.StatusCode.UNAVAILABLE and CLOSED.search(details):
             return UnreachableError(f"lost {where}: the server closed the connection")
         return UnreachableError(f"lost {where}: {error.code().name}: {details}")

@@ -22,6 +22,7 @@ from rpcmp.errors import BusyError, ConfigError, RelayError
 from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.process import resources
+from rpcmp.process.memory_access import ANNOUNCED
 from rpcmp.server.access import OnlyPeers
 from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
@@ -178,8 +179,11 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         """Refuse a member that would set another's address, or take another's rank.
 
         torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
-        and do not check which agent answers at an address.
+        and do not check which agent answers at an address; workers announce their memory.
         """
+        if key.startswith(ANNOUNCED):
+            role = self._callers.role(grpc_context.peer())
+            claim.group.require_name(role, key.removeprefix(ANNOUNCED))
         kind, _, rest = key.partition("/")
         if kind in ("addrs", "names"):
             name = rest if kind == "addrs" else value.decode(errors="replace")

@@ -40,14 +40,17 @@ async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
 
 
 async def receive(
-    stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False
+    stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False, after: int = -1
 ) -> Snapshot:
     """Write the snapshot of `stream` into `slots`.
 
     Args:
         pin: keep it until it is saved, if the sender saves it too.
+        after: it has to be of a later step than this.
     """
     head = await anext(stream)
+    if head.step <= after:
+        raise UnreachableError(f"step {head.step} has arrived, and one after {after} was asked for")
     slot = slots.reserve()
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")
@@ -156,7 +159,7 @@ class Mirror:
             step=last,
             newer=True,
         )
-        snapshot = await receive(client.fetch(request), self.slots, pin=True)
+        snapshot = await receive(client.fetch(request), self.slots, pin=True, after=last)
         if self.slots.holds(snapshot):
             await self._on_copy(self, snapshot)
         return snapshot.step

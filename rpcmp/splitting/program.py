@@ -192,7 +192,7 @@ def _decode(value: Encoded, values: dict[str, fx.Node], device: torch.device) ->
         case "slice":
             return slice(*(_decode(each, values, device) for each in what))
         case "dtype" | "layout" | "format":
-            found = getattr(torch, what, None)
+            found = vars(torch).get(what)
             if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
                 return found
     raise ConfigError(f"{value!r} is no value of a program")

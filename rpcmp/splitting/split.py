@@ -61,7 +61,7 @@ class Constant(_Plain):
 
     def tensor(self) -> Tensor:
         raw = bytearray(base64.b64decode(self.data))
-        dtype = getattr(torch, self.dtype, None)
+        dtype = vars(torch).get(self.dtype)
         if not isinstance(dtype, torch.dtype) or math.prod(self.shape) * dtype.itemsize != len(raw):
             raise ConfigError(f"a constant of {self.dtype}{self.shape} has {len(raw)} bytes")
         if not raw:

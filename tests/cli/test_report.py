@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -55,3 +56,18 @@ def test_a_file_that_cannot_be_written_and_options_that_do_not_go_together(tmp_p
     assert "cannot write" in str(result.exception)
     both = CliRunner().invoke(cli, ["report", path, "--text", "-o", "r.html"])
     assert (both.exit_code, "not both" in both.output) == (2, True)
+
+
+def test_a_link_or_a_pipe_in_a_run_folder_is_replaced(tmp_path: Path) -> None:
+    """A folder of somebody else's, where this user may write."""
+    of = runs.config(tmp_path)
+    folder = runs.write_run_folder(of, runs.events(of, LOSSES))
+    target = tmp_path / "target"
+    (folder / "report.html").symlink_to(target)
+    assert CliRunner().invoke(cli, ["report", str(folder)]).exit_code == 0
+    assert not target.exists()
+    assert not (folder / "report.html").is_symlink()
+    (folder / "report.html").unlink()
+    os.mkfifo(folder / "report.html")
+    assert CliRunner().invoke(cli, ["report", str(folder)]).exit_code == 0
+    assert (folder / "report.html").is_file()

@@ -14,6 +14,8 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -29,8 +31,8 @@ from rpcmp.process.activity import Activity
 from rpcmp.process.channel import parse
 from rpcmp.server import moved_layers, snapshot_transfer
 from rpcmp.server.connection import machine
-from rpcmp.server.snapshot_store import save_snapshot
-from rpcmp.server.snapshot_transfer import receive, receive_file
+from rpcmp.server.snapshot_store import SnapshotStore, save_snapshot
+from rpcmp.server.snapshot_transfer import Mirror, receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.processes import running_servers
 
@@ -218,3 +220,40 @@ def test_a_line_that_is_no_message_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(line)
     assert len(str(caught.value)) < 200
+
+
+def test_a_mirror_takes_only_steps_that_come_next() -> None:
+    async def stream(step: int) -> AsyncIterator[pb.FetchResponse]:
+        yield pb.FetchResponse(step=step, size=0)
+
+    slots = Slots.create()
+    for step in (0, 2, 3):
+        with pytest.raises(UnreachableError, match=f"step {step} has arrived, and one after 3"):
+            asyncio.run(receive(stream(step), slots, after=3))
+    assert asyncio.run(receive(stream(4), slots, after=3)).step == 4
+    slots.close()
+
+
+def test_a_mirror_writes_no_more_checkpoints_than_its_own_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many a neighbour says that it saves."""
+
+    async def save() -> None:
+        store = SnapshotStore(Dialer(Security()))
+        await store.open("job", beneath(tmp_path, str(tmp_path)))
+        await store.prepare("stage0", None, 1)
+        store._saves_mirror = True
+        slots = Slots.create()
+        mirror = cast(Mirror, SimpleNamespace(slots=slots, stage_name="stage1"))
+        data = (2).to_bytes(8, "little") + b"{}"
+        for step in range(1, 6):
+            slot = slots.reserve()
+            assert slot is not None
+            os.pwrite(slots.fd(slot), data, 0)
+            await store._save_copy(mirror, slots.commit(slot, step, len(data), pin=True))
+        slots.close()
+        await store.clear()
+
+    asyncio.run(save())
+    assert caplog.text.count("saves more often than this one") == 3

@@ -209,6 +209,7 @@ async def test_a_member_cannot_join_under_another_name(tmp_path: Path, certs: Pa
             ("addrs/stage0:0", b"uv://127.0.0.1:1"),
             ("addrs/driver", b"x"),
             ("names/0", b"stage0:0"),
+            ("memory of stage0:0", b"[1, 2, 3]"),
         ]:
             for call in (
                 lambda client: client.store_set(job.identity, key, value),  # noqa: B023

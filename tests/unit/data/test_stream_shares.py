@@ -77,3 +77,17 @@ def test_passes_follow_on_each_other_within_a_mini_batch() -> None:
             assert position is not None
             read.append(position.last.passes)
     assert read == [*[0] * 6, *[1] * 6, 2]  # 50 samples a pass, of which 48 make six mini-batches
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (Share(stride=10**15), "a stride of 1000000000000000"),
+        (Share(stride=3), "a stride of 3"),
+        (Share(passes=2**60), "less than or equal to"),
+    ],
+)
+def test_a_position_that_no_reader_can_have_is_refused(share: Share, text: str) -> None:
+    position = Position(0, 8, [None, None]).after(share)
+    with pytest.raises(ConfigError, match=f"no position in the stream data.train: .*{text}"):
+        Position.parse(position.dump(), 8, 2)

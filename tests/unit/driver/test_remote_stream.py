@@ -112,3 +112,15 @@ def test_stages_that_read_different_samples_are_named() -> None:
     stream.position_after(1)
     with pytest.raises(ConfigError, match=r"in step 2 at stage 'first' than at stage 'last'"):
         stream.position_after(2)
+
+
+def test_a_stage_that_answers_with_another_step_s_position_is_named() -> None:
+    stages = Stages()
+    stream = made(stages)
+    next(iter(stream.epoch(1)))
+    label, _ = stream._answers[1][1]
+    other: Future[Any] = Future()
+    other.set_result(stages.positions[1]._replace(read=10**12).dump())
+    stream._answers[1][1] = label, other
+    with pytest.raises(JobError, match="stage 'last' answers with the position after 10000000000"):
+        stream.position_after(1)

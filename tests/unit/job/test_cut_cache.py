@@ -115,3 +115,14 @@ def test_the_oldest_cuts_are_removed(home: Path, monkeypatch: pytest.MonkeyPatch
     CutCache(job(home, "x = 2")).write(KEY, CUT)
     (second,) = files(home)
     assert first != second
+
+
+def test_a_pipe_or_a_device_in_its_place_is_not_read(home: Path) -> None:
+    CutCache(job(home)).write(KEY, CUT)
+    (path,) = files(home)
+    path.unlink()
+    os.mkfifo(path)
+    assert CutCache(job(home)).read() is None
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert CutCache(job(home)).read() is None

@@ -7,6 +7,7 @@ import shutil
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
@@ -16,7 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from rpcmp.errors import SecurityError
 from rpcmp.net import authority, certificates, identity
-from rpcmp.net.certificates import Certificate
+from rpcmp.net.certificates import Certificate, Revocations
 from rpcmp.net.identity import CA, CRL, GRPC, KEY, TlsState
 from rpcmp.net.security import Credentials, Security, expiry_warning
 from tests.support.lan import cli, issue
@@ -286,3 +287,42 @@ def test_a_certificate_that_expires_soon_causes_a_warning(certs: Path) -> None:
     assert expiry_warning(credentials, now) == ""
     assert "in 6 days: renew it" in expiry_warning(credentials, now + timedelta(days=24))
     assert "has expired: renew it" in expiry_warning(credentials, now + timedelta(days=31))
+
+
+def test_connections_of_an_authority_that_was_replaced_end(certs: Path, tmp_path: Path) -> None:
+    other = issue(tmp_path / "other", HERE)
+    shutil.copytree(certs / "driver", tmp_path / "driver")
+    driver = Security(tmp_path / "driver")
+    one = TlsState(Credentials(certs / "driver").client(GRPC), HERE)
+    assert shake(one, TlsState(Credentials(certs / "stage0").server())) == "ok"
+    connection = Connection(one)
+    driver.establish(connection)
+    assert driver.credentials is not None
+    before = driver.credentials.authorities
+    assert driver.end_of_other_authorities(before) == []
+    for name in ("ca.crt", "tls.crt", "tls.key"):
+        shutil.copy(other / "driver" / name, tmp_path / "driver" / name)
+    driver.credentials.refresh()
+    assert driver.end_of_other_authorities(before) == ["stage 0"]
+    assert connection.gone.is_set()
+
+
+def test_an_older_list_makes_nothing_valid_again(
+    certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cli(certs, "revoke", "stage1")
+    older = (certs / "driver" / "ca.crl").read_bytes()
+    credentials = Credentials(certs / "driver")
+    held = credentials.revocations
+    assert held is not None
+    later = Revocations(older, (certs / "ca.crt").read_bytes(), certs / "ca.crl")
+    assert not later.is_older_than(held)
+    (newer,) = later._lists
+    made = SimpleNamespace(
+        issuer=newer.issuer, last_update_utc=newer.last_update_utc + timedelta(days=1)
+    )
+    held._lists = [made]  # type: ignore[list-item]
+    (certs / "driver" / "ca.crl").write_bytes(older)
+    credentials.refresh()
+    assert credentials.revocations is held
+    assert "is older than the one before, and would make valid again" in caplog.text

@@ -107,3 +107,25 @@ def test_keys_of_other_certificate_makers_sign_as_well(certs: Path, kind: str) -
             Signer(folder).sign(STATEMENT)
         return
     Verifier(folder, None).require_signed(STATEMENT, Signer(folder).sign(STATEMENT))
+
+
+def test_an_authority_needs_a_list_if_there_are_any(certs: Path, tmp_path: Path) -> None:
+    """As TLS has it: else a certificate of an authority without one could not be revoked."""
+    other = issue(tmp_path / "other", "127.0.0.1")
+    cli(other, "revoke", "stage0")
+    crl, authorities = other / "ca.crl", (other / "ca.crt").read_bytes()
+    revocations = Revocations(crl.read_bytes(), authorities, crl)
+    both = certs / "both"
+    both.mkdir()
+    (both / "ca.crt").write_bytes(authorities + (certs / "ca.crt").read_bytes())
+    with pytest.raises(SecurityError, match=r"ca\.crl has no list of the authority"):
+        Verifier(both, revocations).require_signed(
+            STATEMENT, Signer(certs / "driver").sign(STATEMENT)
+        )
+    Verifier(both, revocations).require_signed(STATEMENT, Signer(other / "driver").sign(STATEMENT))
+
+
+def test_a_key_of_another_certificate_signs_nothing(certs: Path) -> None:
+    (certs / "driver" / "tls.key").write_bytes((certs / "stage0" / "tls.key").read_bytes())
+    with pytest.raises(SecurityError, match="do not belong together"):
+        Signer(certs / "driver")

@@ -16,6 +16,7 @@ from rpcmp.process.memory_access import (
     MemoryFinder,
     MemoryLender,
     create_memory,
+    is_of,
     open_memory,
 )
 from tests.support.eventloops import in_event_loop
@@ -115,3 +116,12 @@ async def test_a_lender_ends_with_its_child() -> None:
     await asyncio.sleep(0)
     lender.close()
     lender.close()
+
+
+@pytest.mark.parametrize("owner", ["stage1:0", "stage1", "stage1:0-", ""])
+def test_memory_says_whose_it_is(owner: str) -> None:
+    made = create_memory("stage1:0")
+    os.close(made.fd)
+    assert is_of(str(made), owner) is (owner == "stage1:0")
+    for other in ("", "[]", "[" * 100_000, str(made._replace(name=f"{made.name}0"))):
+        assert not is_of(other, owner)

@@ -62,3 +62,12 @@ def test_only_who_computes_on_a_device_tries_the_others() -> None:
     forged.on_device = True
     with pytest.raises(SecurityError, match="memory that it does not share"):
         on_device.attach(forged, "b")
+
+
+def test_a_member_may_not_announce_the_memory_of_another() -> None:
+    """One on another host learns where a member's memory is, and could lend it as its own."""
+    victim = GroupMemory("victim", nobody)
+    own = GroupMemory("a", lambda _: victim.announced.encode())
+    with pytest.raises(SecurityError, match="'b' announces memory that is not its own"):
+        own.sharing("b")
+    assert GroupMemory("c", lambda _: victim.announced.encode()).sharing("victim") is Sharing.HOST
