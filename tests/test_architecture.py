@@ -181,7 +181,7 @@ AT_MOST = {
         "operations that hosts without code run; the driver's record, and signatures on it",
     ),
     "lines that serve and drive": (
-        53_200,
+        53_400,
         "operations that hosts without code run; the driver's record, and signatures on it",
     ),
     "lines of the top": (590, ""),
@@ -373,6 +373,9 @@ STAMPS = {
         *("cli.certs", "net.authority", "net.security", "net.signatures"),
     ),
     "the age of checkpoints, in days; which of two runs is newer": ("job.checkpoints",),
+    "how long a record or an invitation holds": (
+        *("job.driver_record", "job.server_calls", "job.takeover"),
+    ),
     "clocks of hosts, which are compared": ("server.link_speed", "tools.diagnosis"),
     "the time of an event or of a line": (
         *("cli.__init__", "cli.observing", "process.logging.records"),

@@ -175,6 +175,7 @@ class Checkpoints:
             shares=shares,
             config=stored(self._config),
             recorded_at=time.time(),
+            driver=self._pool.driver_id,
         )
 
     def resume_at(self, step: int, saved: int) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,14 @@ from rpcmp.errors import SecurityError
 from rpcmp.net.security import Security
 from rpcmp.observability.events import SummaryEvent
 from rpcmp.observability.events.event import dumps
+from rpcmp.server.driver_memory import MAX_STATES, REMEMBERED
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
     from rpcmp.net.signatures import Verifier
+
+INVITED_SECONDS = 600
+"""How long an invitation holds."""
 
 BEAT_SECONDS = 1.0
 """Between two messages of a driver that has nothing to record."""
@@ -69,8 +74,10 @@ def proven(answer: pb.RecallResponse, verifier: Verifier | None, address: str) -
     if answer.about and not is_signed(answer.about_signature, *about_of(answer)):
         kept.about = ""
     del kept.states[:], kept.ended[:]
-    kept.states.extend(s for s in answer.states if is_signed(s.signature, *state_of(answer, s)))
-    kept.ended.extend(e for e in answer.ended if is_signed(e.signature, "ended", e.job_id))
+    # No server keeps more, and each takes a moment in which nothing else happens here.
+    states, ended = answer.states[:MAX_STATES], answer.ended[:REMEMBERED]
+    kept.states.extend(s for s in states if is_signed(s.signature, *state_of(answer, s)))
+    kept.ended.extend(e for e in ended if is_signed(e.signature, *end_of(e.job_id, e.driver_id)))
     run = answer.completed
     if answer.HasField("completed") and not is_signed(run.signature, *completed_of(run)):
         kept.ClearField("completed")
@@ -94,24 +101,38 @@ def state_of(of: pb.RecallResponse, state: pb.DriverState) -> tuple[str, str, in
     return "state", of.job_id, state.number, state.step, state.state
 
 
-def completed_of(run: pb.CompletedRun) -> tuple[str, str, str, str, str, str]:
-    return "completed", run.job, run.job_id, run.about, run.summary, run.identity
+def end_of(job_id: str, driver_id: str) -> tuple[str, str, str]:
+    """Return what a driver signs of a run that it ends; another one may have taken that over."""
+    return "ended", job_id, driver_id
 
 
-def invitation_to(job_id: str, address: str) -> tuple[str, str, str]:
+def ended(security: Security, job_id: str, driver_id: str) -> pb.EndedJob:
+    signature = signed(security, *end_of(job_id, driver_id))
+    return pb.EndedJob(job_id=job_id, driver_id=driver_id, signature=signature)
+
+
+def completed_of(run: pb.CompletedRun) -> tuple[str, str, str, str, str, str, str]:
+    when = run.ended_at.hex()
+    return "completed", run.job, run.job_id, run.about, run.summary, run.identity, when
+
+
+def invitation(security: Security, job_id: str, address: str, at: int) -> pb.JoinRequest:
     """Return what `rpcmp join` signs: the spare at an address may serve a stage of a run."""
-    return "join", job_id, address
+    signature = signed(security, "join", job_id, address, at)
+    return pb.JoinRequest(address=address, at=at, signature=signature)
 
 
 def why_not_invited(job_id: str, joining: pb.JoinRequest, security: Security) -> str:
     """Return why a spare may not join a run, of which a server has told; empty if it may."""
     if security.credentials is None:
         return ""
-    statement, signature = invitation_to(job_id, joining.address), _signature(joining.signature)
+    statement = "join", job_id, joining.address, joining.at
     try:
-        security.credentials.verifier().require_signed(statement, signature)
+        security.credentials.verifier().require_signed(statement, _signature(joining.signature))
     except SecurityError as error:
         return str(error)
+    if abs(time.time() - joining.at) > INVITED_SECONDS:
+        return "its invitation is of another time: ask again, or set the clocks of both hosts"
     return ""
 
 
@@ -120,20 +141,22 @@ class DriverRecord:
 
     Args:
         job: its name.
+        driver_id: of this start of the driver.
         number: of the last state that a driver before has recorded of the run.
 
     Attributes:
         about: JSON of About; empty until it is known.
     """
 
-    def __init__(self, job: str, security: Security, number: int = 0) -> None:
+    def __init__(self, job: str, security: Security, driver_id: str = "", number: int = 0) -> None:
         self.about = ""
-        self._job, self._security = job, security
+        self._job, self._security, self._driver_id = job, security, driver_id
         self._states: dict[int, tuple[int, str]] = {}
         self._signatures: dict[int, pb.Signature | None] = {}
         self._number = number
         self._streams: set[asyncio.Event] = set()
         self._summary = self._identity = ""
+        self._ended_at = 0.0
 
     def add(self, state: Mapping[str, Any], from_step: int) -> None:
         """Record the state after a step, which may have changed since; forget earlier ones."""
@@ -150,6 +173,7 @@ class DriverRecord:
         now, would hold a job for nobody.
         """
         self._summary, self._identity = dumps(summary.to_json()), identity
+        self._ended_at = time.time()
         self._wake_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEAT_SECONDS):
@@ -221,11 +245,13 @@ class DriverRecord:
             about=self.about,
             summary=self._summary,
             identity=self._identity,
+            ended_at=self._ended_at,
         )
         return pb.RecordRequest(
             has_ended=True,
             summary=self._summary,
             identity=self._identity,
-            ended_signature=signed(self._security, "ended", job_id),
+            ended_at=self._ended_at,
+            ended_signature=signed(self._security, *end_of(job_id, self._driver_id)),
             completed_signature=signed(self._security, *completed_of(run)),
         )

@@ -18,7 +18,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnavailableError, UnreachableError
 from rpcmp.job import cut_cache
-from rpcmp.job.driver_record import invitation_to, signed
+from rpcmp.job.driver_record import invitation
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
@@ -224,8 +224,7 @@ async def join(address: str, server: str, security: Security, seconds: float) ->
     async with StageClient("", server, dialer) as client:
         await client.connect(starting=False)
         job_id = (await client.recall()).job_id
-        invitation = signed(security, *invitation_to(job_id, address))
-        job = await client.join(pb.JoinRequest(address=address, signature=invitation))
+        job = await client.join(invitation(security, job_id, address, int(time.time())))
     ends = time.monotonic() + seconds
     while seconds:
         described = await describe(StageClient("", address, dialer))

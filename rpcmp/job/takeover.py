@@ -32,7 +32,7 @@ from rpcmp.config.types import Address, Positive, Strict
 from rpcmp.driver.progress import TrainingProgress
 from rpcmp.errors import BusyError, RpcmpError
 from rpcmp.job.cuts import with_stages
-from rpcmp.job.driver_record import proven, signed
+from rpcmp.job.driver_record import proven
 from rpcmp.job.server_calls import ANSWER_SECONDS
 from rpcmp.job.server_pool import ServerPlace, ServerPool
 from rpcmp.observability.events import SummaryEvent
@@ -43,6 +43,9 @@ from rpcmp.v1 import control_pb2 as pb
 
 MOST_AHEAD = 1000
 """Generations that a server may have seen since its driver has recorded one."""
+
+CLOCKS_SECONDS = 60.0
+"""How far the clocks of two drivers' hosts may be apart."""
 
 MOST_CHARACTERS = 64
 """Of a driver's id."""
@@ -85,6 +88,7 @@ class About(Strict):
         shares: of the replicas of stages, by the stage's index.
         config: as manifests have it.
         recorded_at: when its driver began to record this, in seconds since 1970.
+        driver: the id of that driver.
     """
 
     run: str
@@ -96,6 +100,7 @@ class About(Strict):
     shares: dict[int, list[Positive]]
     config: dict[str, JsonValue]
     recorded_at: float = 0.0
+    driver: str = ""
 
     @property
     def places(self) -> list[ServerPlace]:
@@ -150,6 +155,7 @@ class LostJob:
         drivers: ids of the drivers that have recorded it.
         states: the driver's own state after each step.
         number: of the newest state.
+        recorded: the generation of `about`.
     """
 
     job_id: str
@@ -158,6 +164,7 @@ class LostJob:
     about: About
     states: dict[int, Message]
     number: int
+    recorded: int
 
     def saves_where(self, config: Config) -> bool:
         """Return whether its checkpoints are in the config's folder, if both have one.
@@ -189,7 +196,7 @@ async def find(
         answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
         await _end_everywhere(config, pool, answers)
         job = _newest(config, answers)
-        alive = [a for a, each in answers.items() if each.has_driver and _is_of(job, each)]
+        alive = [address for address, each in answers.items() if _has_driver(job, each)]
         if job is None:
             is_sought = identity and config.checkpoint is None
             return _completed(config, answers, identity) if is_sought else None
@@ -221,15 +228,16 @@ async def _end_everywhere(
     config: Config, pool: ServerPool, answers: Mapping[str, pb.RecallResponse]
 ) -> None:
     """End the config's job at servers that hold it, if another server says that it was ended."""
-    ended = _ended(answers)
+    jobs = {job.job_id: job for job in _jobs(config, answers)}
     for address, answer in answers.items():
-        if answer.job != config.name or answer.job_id not in ended or answer.has_driver:
+        ended = _ended(answers, jobs.get(answer.job_id))
+        if answer.job != config.name or ended is None or answer.has_driver:
             continue
         request = pb.StopRequest(
             job_id=answer.job_id,
             generation=answer.generation,
             driver_id=answer.driver_id,
-            ended_signature=signed(pool.dialer.security, "ended", answer.job_id),
+            ended=ended,
         )
         try:
             async with pool.client(address) as client:
@@ -240,43 +248,71 @@ async def _end_everywhere(
             log.warning(text, address, answer.job, error)
 
 
-def _ended(answers: Mapping[str, pb.RecallResponse]) -> set[str]:
-    return {each.job_id for answer in answers.values() for each in answer.ended}
+def _ended(answers: Mapping[str, pb.RecallResponse], job: LostJob | None) -> pb.EndedJob | None:
+    """Return the word of a job's last driver that it has ended; that of one before is none."""
+    if job is None:
+        return None
+    last = job.job_id, job.about.driver
+    words = (each for answer in answers.values() for each in answer.ended)
+    return next((each for each in words if (each.job_id, each.driver_id) == last), None)
 
 
-def _is_of(job: LostJob | None, answer: pb.RecallResponse) -> bool:
-    """Return whether a server has told of that job."""
-    return job is not None and answer.job_id == job.job_id
+def _has_driver(job: LostJob | None, answer: pb.RecallResponse) -> bool:
+    """Return whether a server of a job's last generation says that its driver is at work.
+
+    One that has left the run since may say what it wants.
+    """
+    if job is None or answer.job_id != job.job_id or answer.about_generation != job.recorded:
+        return False
+    return answer.has_driver
 
 
 def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
-    ended = _ended(answers)
-    by_job: defaultdict[str, dict[str, pb.RecallResponse]] = defaultdict(dict)
-    for address, answer in answers.items():
-        if answer.job == config.name and answer.job_id not in ended:
-            by_job[answer.job_id][address] = answer
-    found = [_lost_job(each) for each in by_job.values()]
-    jobs = [job for job in found if job is not None and job.saves_where(config)]
+    jobs = [job for job in _jobs(config, answers) if _ended(answers, job) is None]
+    jobs = [job for job in jobs if job.saves_where(config)]
+
+    def holders(job: LostJob) -> list[str]:
+        return [address for address, each in answers.items() if each.job_id == job.job_id]
+
+    # The word of one server counts less than that of two: it may have kept an older run's record.
     newest = max(
-        jobs, key=lambda job: (job.about.recorded_at, job.generation, max(job.states)), default=None
+        jobs,
+        key=lambda job: (
+            len(holders(job)),
+            job.about.recorded_at,
+            job.generation,
+            max(job.states),
+        ),
+        default=None,
     )
     for job in jobs:
         if job is not newest:
-            holders = ", ".join(by_job[job.job_id])
-            text = "%s still hold%s an older run of job %r, which is left alone"
-            log.warning(text, holders, "s" * (len(by_job[job.job_id]) == 1), config.name)
+            text = "another run of job %r is held by %s, and left alone"
+            log.warning(text, config.name, ", ".join(holders(job)))
     return newest
+
+
+def _jobs(config: Config, answers: Mapping[str, pb.RecallResponse]) -> list[LostJob]:
+    """Return the jobs of the config's name that servers hold."""
+    by_job: defaultdict[str, dict[str, pb.RecallResponse]] = defaultdict(dict)
+    for address, answer in answers.items():
+        if answer.job == config.name:
+            by_job[answer.job_id][address] = answer
+    found = (_lost_job(each) for each in by_job.values())
+    return [job for job in found if job is not None]
 
 
 def _completed(
     config: Config, answers: Mapping[str, pb.RecallResponse], identity: str
 ) -> CompletedRun | None:
-    """Return the run that servers remember, if it is what was asked for and they agree on it."""
-    found: dict[tuple[str, str, str], CompletedRun] = {}
+    """Return the newest run that servers remember, if it is what was asked for."""
+    found: dict[float, CompletedRun] = {}
     for address, answer in answers.items():
         run = answer.completed
         if run.job != config.name or run.identity != identity:
             continue
+        if time.time() - run.ended_at > config.recovery.keep_after_driver + CLOCKS_SECONDS:
+            continue  # servers forget it by then; this one does not
         try:
             about = About.model_validate_json(run.about)
             if len(about.places) != len(about.apply_to(config).workers):
@@ -285,8 +321,8 @@ def _completed(
         except (ValueError, RecursionError) as error:
             _warn_unreadable(address, run.job, error)
             continue
-        found[run.job_id, run.about, run.summary] = CompletedRun(run.job_id, about, summary)
-    return next(iter(found.values())) if len(found) == 1 else None
+        found[run.ended_at] = CompletedRun(run.job_id, about, summary)
+    return found[max(found)] if found else None
 
 
 def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
@@ -308,15 +344,15 @@ def _lost_job(answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
     if not abouts or not states:
         return None
     # One that a server got before a move knows fewer cuts than what another server got after it.
-    generation, _, about = max(abouts, key=lambda each: each[:2])
+    recorded_in, _, about = max(abouts, key=lambda each: each[:2])
     # Claims are not signed: one may have come after the last record, but not any number of them.
     claimed = [each.generation for each in answers.values()]
-    generation = max(n for n in (generation, *claimed) if n <= generation + MOST_AHEAD)
+    generation = max(n for n in (recorded_in, *claimed) if n <= recorded_in + MOST_AHEAD)
     known = {each.driver_id for each in answers.values()}
     drivers = sorted(each for each in known if len(each) <= MOST_CHARACTERS)
     job_id = next(iter(answers.values())).job_id
     number = max(each.number for each in recorded.values())
-    return LostJob(job_id, generation, drivers, about, states, number)
+    return LostJob(job_id, generation, drivers, about, states, number, recorded_in)
 
 
 def _warn_unreadable(address: str, job: str, error: Exception) -> None:

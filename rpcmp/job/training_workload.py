@@ -101,7 +101,9 @@ class TrainingWorkload(Workload[SummaryEvent]):
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
         number = 0 if lost is None else lost.number
         security = pool.dialer.security
-        self._record = DriverRecord(config.name, security, number) if records else None
+        self._record = (
+            DriverRecord(config.name, security, pool.driver_id, number) if records else None
+        )
         self.is_training = self._is_finishing = False
         self._generation: Generation | None = None
         self.has_begun = False

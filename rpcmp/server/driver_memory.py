@@ -58,9 +58,11 @@ class DriverMemory:
         self.heard_at = 0.0
         self._held_until = 0.0
 
-    def end(self, signature: pb.Signature) -> None:
+    def end(self, ended: pb.EndedJob) -> None:
         """Forget a job that its driver has ended, except that it has, which it has signed."""
-        self._ended.append(pb.EndedJob(job_id=self.job_id, signature=signature))
+        self._ended.append(
+            pb.EndedJob(job_id=self.job_id, driver_id=self._driver_id, signature=ended.signature)
+        )
         self.clear()
 
     @property
@@ -118,7 +120,11 @@ class DriverMemory:
             self.about, self._about_generation = request.about, request.generation
             self._about_signature = request.about_signature
         if request.has_ended:
-            ended = pb.EndedJob(job_id=self.job_id, signature=request.ended_signature)
+            ended = pb.EndedJob(
+                job_id=self.job_id,
+                driver_id=self._driver_id,
+                signature=request.ended_signature,
+            )
             self._ended.append(ended)
             self._completed = pb.CompletedRun(
                 job=self.job,
@@ -126,6 +132,7 @@ class DriverMemory:
                 about=self.about,
                 summary=request.summary,
                 identity=request.identity,
+                ended_at=request.ended_at,
                 signature=request.completed_signature,
             )
             self._completed_until = time.monotonic() + self.keep_seconds

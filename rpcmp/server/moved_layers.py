@@ -37,7 +37,7 @@ class PartMemory:
             raise CheckpointError(f"a stage takes layers from more than {MAX_PARTS} other stages")
         number = self._used
         self._used += 1
-        head = await anext(stream)
+        head = await anext(stream, pb.FetchResponse())
         if (head.step, head.cut) != (step, cut):
             raise UnreachableError(f"step {head.step} has arrived, and step {step} was asked for")
         await fill(self.fds[number], head, stream)
@@ -55,15 +55,24 @@ async def fill(fd: int, head: pb.FetchResponse, stream: AsyncIterator[pb.FetchRe
     Raises:
         UnreachableError: there is no memory for it, or it is longer or shorter than was announced.
     """
-    if head.size - os.fstat(fd).st_size > free_memory():
+    # What it holds, and not how long it is: memory that nobody has written to is none.
+    if head.size - 512 * os.fstat(fd).st_blocks > free_memory():
         raise UnreachableError(
             f"a snapshot of {head.size} bytes is more than the memory that is left on this host"
         )
     os.ftruncate(fd, head.size)
+    try:
+        await _write(fd, head.size, stream)
+    except BaseException:
+        os.ftruncate(fd, 0)
+        raise
+
+
+async def _write(fd: int, size: int, stream: AsyncIterator[pb.FetchResponse]) -> None:
     offset = 0
     async for part in stream:
-        if offset + len(part.data) > head.size:
-            raise UnreachableError(f"more than {head.size} bytes of a snapshot have arrived")
+        if offset + len(part.data) > size:
+            raise UnreachableError(f"more than {size} bytes of a snapshot have arrived")
         offset += os.pwrite(fd, part.data, offset)
-    if offset != head.size:
-        raise UnreachableError(f"only {offset} of {head.size} bytes of a snapshot have arrived")
+    if offset != size:
+        raise UnreachableError(f"only {offset} of {size} bytes of a snapshot have arrived")

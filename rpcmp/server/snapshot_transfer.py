@@ -48,7 +48,7 @@ async def receive(
         pin: keep it until it is saved, if the sender saves it too.
         after: it has to be of a later step than this.
     """
-    head = await anext(stream)
+    head = await anext(stream, pb.FetchResponse())
     if head.step <= after:
         raise UnreachableError(f"step {head.step} has arrived, and one after {after} was asked for")
     slot = slots.reserve()

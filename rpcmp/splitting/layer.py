@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rpcmp.config import importing
 from rpcmp.config.types import COPY
+from rpcmp.errors import ConfigError
 from rpcmp.splitting.exporting import Structure, arguments, as_returned, restore
 from rpcmp.splitting.guards import holds, in_words
 from rpcmp.splitting.program import Program, compiled, name_of_kind, require_bounded
@@ -74,7 +75,17 @@ class SplitLayer(nn.Module):
         return as_returned(self._split_structures[self.training], value)
 
     def compile_programs(self, compile_: Callable[[Run], Run]) -> None:
-        """Compile the programs of both modes, by a function such as `torch.compile`."""
+        """Compile the programs of both modes, by a function such as `torch.compile`.
+
+        Raises:
+            ConfigError: this host runs nothing but operations that check their arguments.
+        """
+        if importing.is_restricted():
+            raise ConfigError(
+                "a server that was started with --no-code or --allow compiles no layers of a cut "
+                "module, since generated code does not check what torch's kernels do: set compile "
+                "= false for its stage, or start the server without them"
+            )
         self._split_compile = compile_
 
     @property

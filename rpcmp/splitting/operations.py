@@ -306,16 +306,15 @@ def _recurrent(
 
 def _divided(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Divide, but not the lowest integer by -1, which ends a process on x86."""
-    dividend, divisor = [*args, *options.values()][:2]
-    both = [each for each in (dividend, divisor) if isinstance(each, Tensor)]
-    whole = [each.dtype for each in both if not (each.is_floating_point() or each.is_complex())]
-    lowest = [torch.iinfo(dtype).min for dtype in whole if dtype is not torch.bool]
-    if len(whole) == len(both) and _has(divisor, [-1]) and _has(dividend, lowest):
-        raise ValueError("the lowest integer is divided by -1")
+    named = dict(zip(("self", "other"), args, strict=False)) | options
+    dtype = torch.result_type(named["self"], named["other"])
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        lowest = torch.iinfo(dtype).min
+        if _has(named["other"], dtype, -1) and _has(named["self"], dtype, lowest):
+            raise ValueError("the lowest integer is divided by -1")
     return operation(*args, **options)
 
 
-def _has(value: Any, wanted: Sequence[int]) -> bool:
-    if isinstance(value, Tensor):
-        return any(bool((value == each).any()) for each in wanted)
-    return value in wanted
+def _has(value: Any, dtype: torch.dtype, wanted: int) -> bool:
+    """Whether a number is among a value's, as the kernel sees it: of its dtype."""
+    return bool((torch.as_tensor(value).to(dtype) == wanted).any())

@@ -207,7 +207,7 @@ def require_bounded(program: Program) -> None:
     for node in program.nodes:
         try:
             _require_bounded(node)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             line = f" (of {node.where})" if node.where else ""
             raise ConfigError(
                 f"a cut module calls {node.calls!r}{line}, and a server that was started with "
@@ -215,15 +215,25 @@ def require_bounded(program: Program) -> None:
                 "without them, or give `layers` of torch.nn's modules in [model]"
             ) from error
 
+    if not all(isinstance(e, int | float) or _is_of_a_value(e) for e in program.outputs):
+        raise ConfigError("a cut module passes on what is neither a tensor nor a number")
+
+
+def _is_of_a_value(value: Encoded) -> bool:
+    return isinstance(value, dict) and [*value] == ["of"]
+
 
 def _require_bounded(node: Node) -> None:
     if node.body is not None:
+        if node.calls not in REGIONS:
+            raise ValueError("it has a body, as regions have")
         if not all(isinstance(each, dict) and "of" in each for each in node.args):
             raise ValueError("a region takes values that were computed")
         for key, value in node.kwargs.items():
             is_known = {
                 "device_type": value in (None, *DEVICE_TYPES),
-                "dtype": value is None or (isinstance(value, dict) and [*value] == ["dtype"]),
+                "dtype": value is None
+                or (isinstance(value, dict) and value.get("dtype") in operations.DTYPES),
                 "enabled": isinstance(value, bool),
                 "cache_enabled": value is None or isinstance(value, bool),
             }
@@ -232,7 +242,7 @@ def _require_bounded(node: Node) -> None:
         require_bounded(node.body)
     elif node.calls not in _SIZES:
         operations.require_bounded(node.calls, node.args, node.kwargs)
-    elif node.calls == "operator.getitem" and type(node.args[-1]) is not int:
+    elif node.calls == "operator.getitem" and [type(each) for each in node.args] != [dict, int]:
         raise ValueError("it takes one of several results, by its number")
 
 

@@ -1481,6 +1481,7 @@ class RecordRequest(_message.Message):
     ABOUT_SIGNATURE_FIELD_NUMBER: _builtins.int
     ENDED_SIGNATURE_FIELD_NUMBER: _builtins.int
     COMPLETED_SIGNATURE_FIELD_NUMBER: _builtins.int
+    ENDED_AT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     about: _builtins.str
@@ -1493,6 +1494,8 @@ class RecordRequest(_message.Message):
     """JSON, the event; with has_ended"""
     identity: _builtins.str
     """hash of what decides the run's results; with has_ended"""
+    ended_at: _builtins.float
+    """seconds since 1970; with has_ended"""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriverState]: ...
     @_builtins.property
@@ -1521,10 +1524,11 @@ class RecordRequest(_message.Message):
         about_signature: Global___Signature | None = ...,
         ended_signature: Global___Signature | None = ...,
         completed_signature: Global___Signature | None = ...,
+        ended_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["about_signature", b"about_signature", "completed_signature", b"completed_signature", "ended_signature", b"ended_signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "about_signature", b"about_signature", "completed_signature", b"completed_signature", "ended_signature", b"ended_signature", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "identity", b"identity", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "about_signature", b"about_signature", "completed_signature", b"completed_signature", "ended_at", b"ended_at", "ended_signature", b"ended_signature", "from_step", b"from_step", "generation", b"generation", "has_ended", b"has_ended", "identity", b"identity", "job_id", b"job_id", "states", b"states", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1597,19 +1601,22 @@ class EndedJob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
+    DRIVER_ID_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
+    driver_id: _builtins.str
     @_builtins.property
     def signature(self) -> Global___Signature: ...
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
+        driver_id: _builtins.str = ...,
         signature: Global___Signature | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver_id", b"driver_id", "job_id", b"job_id", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1716,12 +1723,15 @@ class CompletedRun(_message.Message):
     ABOUT_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    ENDED_AT_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     job_id: _builtins.str
     about: _builtins.str
     summary: _builtins.str
     identity: _builtins.str
+    ended_at: _builtins.float
+    """seconds since 1970"""
     @_builtins.property
     def signature(self) -> Global___Signature: ...
     def __init__(
@@ -1732,11 +1742,12 @@ class CompletedRun(_message.Message):
         about: _builtins.str = ...,
         summary: _builtins.str = ...,
         identity: _builtins.str = ...,
+        ended_at: _builtins.float = ...,
         signature: Global___Signature | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "identity", b"identity", "job", b"job", "job_id", b"job_id", "signature", b"signature", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "ended_at", b"ended_at", "identity", b"identity", "job", b"job", "job_id", b"job_id", "signature", b"signature", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1768,8 +1779,11 @@ class JoinRequest(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT of the spare, as the driver reaches it"""
+    at: _builtins.int
+    """when, in seconds since 1970"""
     @_builtins.property
     def signature(self) -> Global___Signature:
         """a driver's, who has invited it to this run"""
@@ -1779,10 +1793,11 @@ class JoinRequest(_message.Message):
         *,
         address: _builtins.str = ...,
         signature: Global___Signature | None = ...,
+        at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "at", b"at", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1838,14 +1853,14 @@ class StopRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DRIVER_ID_FIELD_NUMBER: _builtins.int
     DISMISSES_FIELD_NUMBER: _builtins.int
-    ENDED_SIGNATURE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     driver_id: _builtins.str
     dismisses: _builtins.bool
     """The job goes on without this server, which may join it again."""
     @_builtins.property
-    def ended_signature(self) -> Global___Signature:
+    def ended(self) -> Global___EndedJob:
         """unless it dismisses"""
 
     def __init__(
@@ -1855,11 +1870,11 @@ class StopRequest(_message.Message):
         generation: _builtins.int = ...,
         driver_id: _builtins.str = ...,
         dismisses: _builtins.bool = ...,
-        ended_signature: Global___Signature | None = ...,
+        ended: Global___EndedJob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended_signature", b"ended_signature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "ended_signature", b"ended_signature", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from rpcmp.job import driver_record, membership
-from rpcmp.job.driver_record import invitation_to, signed
+from rpcmp.job.driver_record import invitation
 from rpcmp.job.server_calls import drain, join
 from rpcmp.net.security import Security
 from rpcmp.observability.events import (
@@ -71,9 +72,13 @@ async def test_only_who_was_invited_by_a_driver_joins(
         async def tell() -> None:
             claim = first.served.claim
             assert claim is not None
-            elsewhere = signed(mine, *invitation_to("another run", spare.address))
-            for signature in (None, elsewhere):
-                await claim.take_in(pb.JoinRequest(address=spare.address, signature=signature))
+            now, job_id = int(time.time()), first.served.driver.job_id
+            for forged in (
+                pb.JoinRequest(address=spare.address, at=now),
+                invitation(mine, "another run", spare.address, now),
+                invitation(mine, job_id, spare.address, now - 3600),
+            ):
+                await claim.take_in(forged)
             await join(invited.address, second.address, mine, 0.0)
 
         cluster.at(8, tell)
@@ -86,6 +91,7 @@ async def test_only_who_was_invited_by_a_driver_joins(
     assert [text.partition("run: ")[2] for text in told] == [
         "no driver has signed it",
         "its signature is of something else",
+        "its invitation is of another time: ask again, or set the clocks of both hosts",
     ]
 
 

@@ -19,8 +19,10 @@ from rpcmp.errors import (
     exit_code,
 )
 from rpcmp.job import takeover
+from rpcmp.job.driver_record import ended
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import identity_of
+from rpcmp.net.security import Security
 from rpcmp.observability.events import (
     CheckpointEvent,
     GenerationEvent,
@@ -289,3 +291,25 @@ async def test_nothing_is_dropped_and_nobody_followed_on_the_word_of_a_stage(
         monkeypatch.setattr(second.served.driver, "recall", lambda is_claimed: lie)
         after = await cluster.drive(config, start="resume")
         assert_goes_on(before, after, generation=100)  # a claim's number needs no proof
+
+
+@in_event_loop
+async def test_a_driver_that_was_taken_over_from_ends_nothing_and_one_that_left_blocks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signature is real; the run is another driver's by now. Another server has left since."""
+    certs = issue(tmp_path / "certs", "127.0.0.1", "127.0.0.1")
+    mine = Security(certs / "driver")
+    async with Cluster(tmp_path, certs=certs) as cluster:
+        config = cluster.config()
+        await cluster.drive(config, lost_at=3)
+        second = cluster.servers[1]
+        old = second.served.driver.recall(is_claimed=False)
+        before = await cluster.drive(config, start="resume", lost_at=6)
+        lie = second.served.driver.recall(is_claimed=False)
+        lie.ended.append(ended(mine, old.job_id, old.driver_id))
+        lie.about, lie.about_generation = old.about, old.about_generation
+        lie.about_signature.CopyFrom(old.about_signature)
+        lie.has_driver = True
+        monkeypatch.setattr(second.served.driver, "recall", lambda is_claimed: lie)
+        assert_goes_on(before, await cluster.drive(config, start="resume"), generation=3)

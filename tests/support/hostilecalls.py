@@ -52,7 +52,7 @@ class Drawn:
     """Draws hostile arguments."""
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self._calm: tuple[torch.dtype, int] | None = None
         torch.manual_seed(seed)
 
@@ -62,7 +62,7 @@ class Drawn:
         Half of the time they are of one dtype and of few sizes, so that kernels are reached, but
         for one of them at most.
         """
-        draw = self._random
+        draw = self.random
         self._calm = None
         if draw.random() < 0.6:
             self._calm = draw.choice(DTYPES[:1] + 9 * [torch.float32]), draw.choice([1, 2, 3, 4, 5])
@@ -81,7 +81,7 @@ class Drawn:
         return made
 
     def argument(self, kind: str, key: str) -> Any:
-        draw = self._random
+        draw = self.random
         if kind.startswith("Optional["):
             inner = kind[len("Optional[") : -1]
             return None if draw.random() < 0.4 else self.argument(inner, key)
@@ -115,7 +115,7 @@ class Drawn:
 
     def tensor(self) -> Tensor:
         """Return one of few elements, maybe with indices that lie outside of anything."""
-        draw = self._random
+        draw = self.random
         if self._calm is not None:
             dtype, dims = self._calm
             shape = [
@@ -142,7 +142,7 @@ class Drawn:
         return made.requires_grad_() if made.is_floating_point() and draw.random() < 0.05 else made
 
     def _overlapping(self, made: Tensor) -> Tensor:
-        kind = self._random.random()
+        kind = self.random.random()
         if kind < 0.15 and made.dim() >= 2:
             return made.transpose(0, -1)
         if kind < 0.25 and made.dim() and made.shape[0]:
@@ -153,12 +153,12 @@ class Drawn:
 
     def _text(self, key: str) -> str:
         if key == "equation":
-            return self._random.choice(EQUATIONS)
-        return self._random.choice(operations.STRINGS[key].split("|"))
+            return self.random.choice(EQUATIONS)
+        return self.random.choice(operations.STRINGS[key].split("|"))
 
     def _recurrent(self, name: str) -> list[Any]:
         """Return tensors of a recurrent layer that fit each other, or nearly so."""
-        draw = self._random
+        draw = self.random
         gates = operations.RECURRENT[name.split(".")[1]]
         size, hidden, samples, layers = (draw.choice([1, 2, 3]) for _ in range(4))
         both, biases = draw.random() < 0.5, draw.random() < 0.5
@@ -188,12 +188,20 @@ def schema_of(name: str) -> Any:
     return (schemas or [])[0]
 
 
-def _called(operation: Callable[..., Any], arguments: Sequence[Any], values: dict[str, Any]) -> Any:
-    """Call an operation with the arguments that are given, those before the first gap by place."""
+def _called(
+    operation: Callable[..., Any],
+    arguments: Sequence[Any],
+    values: dict[str, Any],
+    draw: random.Random,
+) -> Any:
+    """Call an operation with the arguments that are given, some or all of the first by place."""
     given = itertools.takewhile(lambda each: each.name in values and not each.kwarg_only, arguments)
     first = [each.name for each in given]
-    named = {key: value for key, value in values.items() if key not in first}
-    return operation(*(values[name] for name in first), **named)
+    if draw.random() < 0.3:
+        first = first[: draw.randrange(len(first) + 1)]
+    names = [key for key in values if key not in first]
+    draw.shuffle(names)
+    return operation(*(values[name] for name in first), **{name: values[name] for name in names})
 
 
 def call_all(seed: int, count: int, log: Path, only: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +218,7 @@ def call_all(seed: int, count: int, log: Path, only: Sequence[str]) -> dict[str,
                 file.write(f"{name} {values}")
                 file.flush()
                 with contextlib.suppress(Exception):
-                    result = _called(every[name], arguments, values)
+                    result = _called(every[name], arguments, values, drawn.random)
                     through.add(name)
                     if isinstance(result, Tensor) and result.requires_grad and result.numel():
                         result.sum().backward()

@@ -41,14 +41,14 @@ REFUSED = tuple(
     open_by_handle_at name_to_handle_at chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat
     truncate setxattr fsetxattr lsetxattr setxattrat removexattr fremovexattr lremovexattr
     removexattrat file_setattr utime utimes futimesat utimensat setsid setpgid
-    shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl semtimedop
+    shmget shmat shmctl mq_open mq_unlink msgget msgsnd msgrcv msgctl semget semop semctl semtimedop
     inotify_init inotify_init1 fanotify_init process_madvise process_mrelease migrate_pages
     move_pages
     """.split()  # noqa: SIM905
 )
 """Refused with EPERM. A file's owner may change its mode, owner and times even through a read-only
-descriptor. A process that could leave its group would outlive its job. Shared memory and queues of
-System V are not files. Notifications would reveal the names of files that may not be opened, and
+descriptor. A process that could leave its group would outlive its job. Shared memory of System V
+and queues are no files. Notifications would reveal the names of files that may not be opened, and
 when they are used."""
 
 REPORTED_MISSING = ["io_uring_setup", "io_uring_enter", "io_uring_register", "clone3"]
@@ -75,7 +75,7 @@ _NUMBERS = """
     fanotify_init 300 262, process_madvise 440 440, process_mrelease 448 448,
     migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30,
     sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
-    sched_setattr 314 274, fcntl 72 25
+    sched_setattr 314 274, fcntl 72 25, mq_open 240 180, mq_unlink 241 181
 """
 """The number of each call on x86-64 and on 64-bit ARM; "-" if it does not exist there."""
 
@@ -102,6 +102,7 @@ _SOCKET_TYPE = 0xF
 _IOPRIO_WHO_PROCESS = 1
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _FS_SETFLAGS, _FS32_SETFLAGS, _FS_SETXATTR = 0x40086602, 0x40046602, 0x401C5820
+_FS_SETVERSION, _FS_VERITY, _FS_ENCRYPTION = 0x40087602, 0x40806685, 0x800C6613
 _SETLEASE, _NOTIFY = 1024, 1026
 _SET_FILTER, _ALL_THREADS, _GET_ACTION = 1, 1, 2
 
@@ -190,7 +191,11 @@ def _by_argument() -> dict[str, list[Instruction]]:
         # The first two insert input into the terminal that the server was started from. The others
         # change a file's attributes through a descriptor for reading, as chmod would.
         "ioctl": _refused_for(
-            1, (_TIOCSTI, _TIOCLINUX, _FS_SETFLAGS, _FS32_SETFLAGS, _FS_SETXATTR)
+            1,
+            (
+                *(_TIOCSTI, _TIOCLINUX, _FS_SETFLAGS, _FS32_SETFLAGS, _FS_SETXATTR),
+                *(_FS_SETVERSION, _FS_VERITY, _FS_ENCRYPTION),
+            ),
         ),
         # A lease stops others who open the file; notifications are inotify's, in an older form.
         "fcntl": _refused_for(1, (_SETLEASE, _NOTIFY)),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,7 @@ SUMMARY = SummaryEvent(
 )
 
 
-def completed(**more: str) -> pb.RecallResponse:
+def completed(**more: Any) -> pb.RecallResponse:
     """What a server answers that remembers a complete run of `small_job()`."""
     fields: dict[str, Any] = {
         "job": "job",
@@ -120,6 +121,7 @@ def completed(**more: str) -> pb.RecallResponse:
         "about": ABOUT.model_dump_json(),
         "summary": dumps(SUMMARY.to_json()),
         "identity": takeover.identity_of(small_job()),
+        "ended_at": time.time(),
     }
     return pb.RecallResponse(completed=pb.CompletedRun(**{**fields, **more}))
 
@@ -135,9 +137,15 @@ def test_a_run_that_is_complete_is_found_if_it_is_what_was_asked_for() -> None:
     assert recalled(small_job(), completed(job="another")) is None
 
 
-def test_servers_have_to_agree_on_a_run_that_is_complete() -> None:
+def test_of_runs_that_are_complete_the_newest_counts_for_as_long_as_servers_keep_it() -> None:
     assert recalled(small_job(), completed(), completed()) is not None
-    assert recalled(small_job(), completed(), completed(job_id="b")) is None
+    older = completed(job_id="b", ended_at=time.time() - 60)
+    for answers in ((completed(), older), (older, completed())):
+        found = recalled(small_job(), *answers)
+        assert isinstance(found, CompletedRun)
+        assert found.job_id == "a"
+    long_ago = completed(ended_at=time.time() - 3600)
+    assert recalled(small_job(), long_ago) is None  # a server that does not forget it
     few = completed(about=ABOUT.model_copy(update={"addresses": []}).model_dump_json())
     assert recalled(small_job(), few) is None
 

@@ -54,3 +54,16 @@ def test_another_step_or_cut_than_was_asked_for_is_refused() -> None:
     for step, cut in [(1, 0), (0, 1)]:
         with pytest.raises(UnreachableError, match="asked for"):
             asyncio.run(PartMemory().add(stream(0), step, cut))
+
+
+def test_what_was_announced_and_not_sent_is_not_memory_that_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = PartMemory()
+    with pytest.raises(UnreachableError, match="only 0 of 1000"):
+        asyncio.run(memory.add(stream(1000), 0, 0))
+    assert os.fstat(memory.fds[0]).st_size == 0
+    os.ftruncate(memory.fds[1], 1000)
+    monkeypatch.setattr(moved_layers, "free_memory", lambda: 100)
+    with pytest.raises(UnreachableError, match="more than the memory that is left"):
+        asyncio.run(memory.add(stream(1000), 0, 0))

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rpcmp.config import importing
+from rpcmp.errors import ConfigError
 from tests.support.splitmodules import layers_of, split_of
 
 
@@ -41,3 +43,11 @@ def test_the_order_of_keywords_does_not_matter() -> None:
     batch = {"mask": torch.ones(2, 8), "tokens": torch.ones(2, 8, dtype=torch.int64)}
     turned = dict(reversed(batch.items()))
     assert all(a.equal(b) for a, b in zip(first.eval()(batch), first(turned), strict=True))
+
+
+def test_a_host_without_code_compiles_no_cut_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generated code reads beyond its tensors where torch's kernels would refuse."""
+    layer, *_ = layers_of(*split_of("returning"))
+    monkeypatch.setattr(importing, "_lists", [importing.AllowList([])])
+    with pytest.raises(ConfigError, match="set compile = false for its stage"):
+        layer.compile_programs(lambda run: run)

@@ -134,3 +134,11 @@ def test_the_lowest_integer_is_not_divided_by_minus_one(dtype: torch.dtype) -> N
     assert remainder(lowest + 1, torch.tensor(-1, dtype=dtype)).tolist() == [0, 0]
     assert checked("aten.div.Tensor")(lowest.double(), -1.0).tolist() == (-lowest.double()).tolist()
     assert checked("aten.relu.default") is torch.ops.aten.relu.default
+
+
+def test_a_division_is_looked_at_as_its_kernel_does() -> None:
+    lowest = torch.full([1], torch.iinfo(torch.int32).min, dtype=torch.int32)
+    with pytest.raises(ValueError, match="lowest integer is divided by -1"):
+        checked("aten.floor_divide.Scalar")(lowest, 2**32 - 1)  # which wraps round
+    with pytest.raises(ValueError, match="lowest integer is divided by -1"):
+        checked("aten.div.Scalar_mode")(lowest, rounding_mode="trunc", other=-1)

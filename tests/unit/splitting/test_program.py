@@ -118,7 +118,7 @@ def test_sizes_are_reckoned_with_numbers(calls: str, args: list[Any], text: str)
     "value", [{"of": "nothing"}, {}, {"of": "x0", "float": "1"}, {"dtype": 3}, {"float": "x"}]
 )
 def test_a_program_that_is_not_whole_is_an_error(value: Any) -> None:
-    with pytest.raises(ConfigError, match="a program that is not whole"):
+    with pytest.raises(ConfigError, match=r"a program that is not whole|no value of a program"):
         run([Node(name="a", calls="operator.neg", args=[value])])
 
 
@@ -167,6 +167,12 @@ INNER = Program(inputs=["y"], nodes=[], outputs=[{"of": "y"}])
         ),
         ({"calls": "autocast", "kwargs": {"more": 1}, "body": INNER}, "its option 'more'"),
         (
+            {"calls": "autocast", "kwargs": {"dtype": {"dtype": "quint8"}}, "body": INNER},
+            "its option 'dtype'",
+        ),
+        ({"calls": "aten.linear.default", "args": [], "body": INNER}, "it has a body"),
+        ({"calls": "operator.getitem", "args": []}, "by its number"),
+        (
             {
                 "calls": "no_grad",
                 "body": INNER.model_copy(
@@ -208,3 +214,9 @@ def test_a_host_without_code_checks_what_kernels_do_not(monkeypatch: pytest.Monk
     assert run(nodes[:1], lowest).item() == lowest.item() / 2
     with pytest.raises(ValueError, match="the lowest integer is divided by -1"):
         run(nodes, lowest)
+
+
+@pytest.mark.parametrize("output", ["text", {"dtype": "quint8"}, [{"of": "x0"}], None])
+def test_a_host_without_code_passes_on_tensors_and_numbers(output: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a tensor nor a number"):
+        require_bounded(Program(inputs=["x0"], nodes=[], outputs=[output]))
