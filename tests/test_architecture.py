@@ -194,13 +194,16 @@ AT_MOST = {
         6_820,
         "cuts are kept by the supervisor; a driver's record is signed, and believed if it is",
     ),
-    "lines of net": (4_460, "signatures on a driver's record"),
+    "lines of net": (
+        4_530,
+        "signatures on a driver's record; a replaced authority ends connections",
+    ),
     "lines of observability": (5_440, ""),
     "lines of pipelining": (
         5_350,
         "a scheduler that reads all parameters is refused like an optimizer",
     ),
-    "lines of process": (4_870, "priorities and processors of others; what peers may fill"),
+    "lines of process": (4_890, "priorities and processors of others; what peers may fill"),
     "lines of rpc": (2_200, ""),
     "lines of server": (
         4_620,

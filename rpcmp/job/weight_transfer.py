@@ -96,4 +96,5 @@ class WeightTransfer:
             job_id=self._job_id,
             generation=self._generation,
             file=pb.CheckpointFile(path=name, size=size, sha256=key),
+            is_init=True,
         )

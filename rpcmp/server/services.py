@@ -28,6 +28,7 @@ from rpcmp.server.connection import PEERS_OPTIONS, SERVER_OPTIONS, machine
 from rpcmp.server.hardened_grpc import Callers, GrpcServers
 from rpcmp.server.link_speed import answer_link_test, measure_link
 from rpcmp.server.rendezvous import require_key_count
+from rpcmp.server.snapshot_transfer import receive_file
 from rpcmp.v1 import control_pb2 as pb
 from rpcmp.v1 import control_pb2_grpc, doctor_pb2, doctor_pb2_grpc
 
@@ -268,10 +269,14 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
     ) -> pb.PutResponse:
         head = await anext(requests, pb.PutRequest())
         data = (request.data async for request in requests)
-        kept = self._server.claimed_by(head.job_id, head.generation).files
-        await kept.receive_weights(head.file, data)
-        self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
-        kept.weights_key = head.file.sha256
+        if head.is_init:
+            kept = self._server.claimed_by(head.job_id, head.generation).files
+            await kept.receive_weights(head.file, data)
+            self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
+            kept.weights_key = head.file.sha256
+        else:
+            path = self._store_of(head.job_id).require_ours(head.file.path)
+            await receive_file(data, path, head.file.size)
         return pb.PutResponse()
 
     async def Remove(

@@ -1387,28 +1387,32 @@ class PutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    IS_INIT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """of the claim, as the generation"""
-    generation: _builtins.int
     data: _builtins.bytes
+    is_init: _builtins.bool
+    """of the job that claims the server; `file` has a plain name"""
+    generation: _builtins.int
+    """with is_init"""
     @_builtins.property
     def file(self) -> Global___CheckpointFile:
-        """it has a plain name"""
+        """named as in the folder of a run"""
 
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
-        generation: _builtins.int = ...,
         file: Global___CheckpointFile | None = ...,
         data: _builtins.bytes = ...,
+        is_init: _builtins.bool = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "generation", b"generation", "is_init", b"is_init", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

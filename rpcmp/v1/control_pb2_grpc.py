@@ -685,7 +685,8 @@ class SnapshotsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Hands over weights that the stage begins with: which file, then its bytes.
+        """Writes a checkpoint's file that the caller has to this host's disk, or weights that the stage
+        begins with: which, then its bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

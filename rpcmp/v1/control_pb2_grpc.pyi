@@ -258,7 +258,9 @@ class SnapshotsStub:
     Check: _grpc.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
     Put: _grpc.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]
-    """Hands over weights that the stage begins with: which file, then its bytes."""
+    """Writes a checkpoint's file that the caller has to this host's disk, or weights that the stage
+    begins with: which, then its bytes.
+    """
     Remove: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]
     """Removes a checkpoint, or all of a run, from this host's disk."""
 
@@ -284,7 +286,9 @@ class SnapshotsAsyncStub(SnapshotsStub):
     Check: _aio.UnaryUnaryMultiCallable[_control_pb2.CheckRequest, _control_pb2.CheckResponse]  # type: ignore[assignment]
     """Looks which of a checkpoint's files are on this host's disk, and whether they are whole."""
     Put: _aio.StreamUnaryMultiCallable[_control_pb2.PutRequest, _control_pb2.PutResponse]  # type: ignore[assignment]
-    """Hands over weights that the stage begins with: which file, then its bytes."""
+    """Writes a checkpoint's file that the caller has to this host's disk, or weights that the stage
+    begins with: which, then its bytes.
+    """
     Remove: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveRequest, _control_pb2.RemoveResponse]  # type: ignore[assignment]
     """Removes a checkpoint, or all of a run, from this host's disk."""
 
@@ -337,7 +341,9 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_control_pb2.PutRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.PutResponse, _abc.Awaitable[_control_pb2.PutResponse]]:
-        """Hands over weights that the stage begins with: which file, then its bytes."""
+        """Writes a checkpoint's file that the caller has to this host's disk, or weights that the stage
+        begins with: which, then its bytes.
+        """
 
     @_abc_1.abstractmethod
     def Remove(

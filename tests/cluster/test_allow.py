@@ -223,10 +223,12 @@ def test_a_job_cannot_read_or_write_files_outside_its_folder(
             file = pb.CheckpointFile(path=f"{saved}/{name}", size=4, address=server.address)
             with pytest.raises(grpc.RpcError):
                 list(snapshots.Fetch(_wanted(job, file.path), timeout=120))
-            puts = [pb.PutRequest(job_id=job.job_id, generation=1, file=file)]
+            init = pb.PutRequest(job_id=job.job_id, generation=1, file=file, is_init=True)
             with pytest.raises(grpc.RpcError, match="is no file of weights"):
-                snapshots.Put(iter(puts), timeout=120)
+                snapshots.Put(iter([init]), timeout=120)
             if name != "step-00000001/link.safetensors":  # a file replaces the link
+                with pytest.raises(grpc.RpcError, match=r"checkpoint|name of a file"):
+                    snapshots.Put(iter([pb.PutRequest(job_id=job.job_id, file=file)]), timeout=120)
                 with pytest.raises(grpc.RpcError, match=r"checkpoint|name of a file"):
                     snapshots.Check(pb.CheckRequest(files=[file]), timeout=120)
                 start.restore.CopyFrom(pb.Restore(step=1, files=[file]))
@@ -237,7 +239,10 @@ def test_a_job_cannot_read_or_write_files_outside_its_folder(
         start = pb.StartRequest(job_id=job.job_id, generation=1, stage_name="../../evil")
         with pytest.raises(grpc.RpcError, match="cannot be the name of a file"):
             control.Start(start, timeout=120)
-        fetched = snapshots.Fetch(_wanted(job, str(ours)), timeout=120)
+        file = pb.CheckpointFile(path=f"{saved}/step-00000002/a.safetensors", size=4)
+        puts = [pb.PutRequest(job_id=job.job_id, file=file), pb.PutRequest(data=b"ours")]
+        snapshots.Put(iter(puts), timeout=120)
+        fetched = snapshots.Fetch(_wanted(job, file.path), timeout=120)
         assert b"".join(part.data for part in fetched) == b"ours"
         control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
     assert (base / "canary").read_text() == "SECRET"

@@ -210,7 +210,7 @@ async def test_an_invalid_request_of_a_member_is_refused(tmp_path: Path) -> None
             (lambda: rendezvous.Set(long), "takes no"),
             (lambda: fetch("a\0b"), "is not in"),
             (lambda: fetch("/etc/passwd"), "is not in"),
-            (put, "does not belong to generation 0 of the job"),
+            (put, "holds nothing of the job"),
         ]
         for call, why in nonsense:
             with pytest.raises(grpc.RpcError) as error:

@@ -49,7 +49,7 @@ class Server:
 
     async def put(self, requests: AsyncIterator[pb.PutRequest]) -> None:
         head = await anext(requests)
-        assert (head.job_id, head.generation) == ("job", 2)
+        assert (head.job_id, head.generation, head.is_init) == ("job", 2, True)
         data = b"".join([part.data async for part in requests])
         assert len(data) == head.file.size
         if head.file.path == CONFIG:
