@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -194,8 +194,9 @@ async def find(
     ends = time.monotonic() + SILENT_SECONDS + MORE_SECONDS
     while True:
         answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
-        await _end_everywhere(config, pool, answers)
-        job = _newest(config, answers)
+        jobs = _jobs(config, answers)
+        await _end_everywhere(pool, jobs, answers)
+        job = _newest(config, jobs, answers)
         alive = [address for address, each in answers.items() if _has_driver(job, each)]
         if job is None:
             is_sought = identity and config.checkpoint is None
@@ -225,13 +226,13 @@ async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
 
 
 async def _end_everywhere(
-    config: Config, pool: ServerPool, answers: Mapping[str, pb.RecallResponse]
+    pool: ServerPool, jobs: Sequence[LostJob], answers: Mapping[str, pb.RecallResponse]
 ) -> None:
-    """End the config's job at servers that hold it, if another server says that it was ended."""
-    jobs = {job.job_id: job for job in _jobs(config, answers)}
+    """End jobs at servers that hold them, if another server has the word that they were ended."""
+    words = {job.job_id: _ended(answers, job) for job in jobs}
     for address, answer in answers.items():
-        ended = _ended(answers, jobs.get(answer.job_id))
-        if answer.job != config.name or ended is None or answer.has_driver:
+        ended = words.get(answer.job_id)
+        if ended is None or answer.has_driver:
             continue
         request = pb.StopRequest(
             job_id=answer.job_id,
@@ -248,10 +249,8 @@ async def _end_everywhere(
             log.warning(text, address, answer.job, error)
 
 
-def _ended(answers: Mapping[str, pb.RecallResponse], job: LostJob | None) -> pb.EndedJob | None:
+def _ended(answers: Mapping[str, pb.RecallResponse], job: LostJob) -> pb.EndedJob | None:
     """Return the word of a job's last driver that it has ended; that of one before is none."""
-    if job is None:
-        return None
     last = job.job_id, job.about.driver
     words = (each for answer in answers.values() for each in answer.ended)
     return next((each for each in words if (each.job_id, each.driver_id) == last), None)
@@ -267,9 +266,10 @@ def _has_driver(job: LostJob | None, answer: pb.RecallResponse) -> bool:
     return answer.has_driver
 
 
-def _newest(config: Config, answers: Mapping[str, pb.RecallResponse]) -> LostJob | None:
-    jobs = [job for job in _jobs(config, answers) if _ended(answers, job) is None]
-    jobs = [job for job in jobs if job.saves_where(config)]
+def _newest(
+    config: Config, jobs: Sequence[LostJob], answers: Mapping[str, pb.RecallResponse]
+) -> LostJob | None:
+    jobs = [job for job in jobs if job.saves_where(config) and _ended(answers, job) is None]
 
     def holders(job: LostJob) -> list[str]:
         return [address for address, each in answers.items() if each.job_id == job.job_id]

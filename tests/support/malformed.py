@@ -188,7 +188,7 @@ def read_record(changes: Changes) -> Callable[[], None]:
     def read() -> None:
         with contextlib.suppress(Exception):  # protobuf's own error, before any of ours reads it
             answers["127.0.0.1:3"] = pb.RecallResponse.FromString(data)
-        lost = takeover._newest(config, answers)
+        lost = takeover._newest(config, takeover._jobs(config, answers), answers)
         if lost is not None:
             lost.about.apply_to(config)
         takeover._completed(config, answers, "i")
