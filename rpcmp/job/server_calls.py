@@ -32,6 +32,9 @@ Result = TypeVar("Result")
 ANSWER_SECONDS = 2.0
 """How long a server may take to answer that may be gone; without a listener it fails at once."""
 
+MAX_SECRETS = 32 * 1024
+"""Characters of the paths that are hidden from a job's code in its own folder."""
+
 POLL_SECONDS = 0.2
 """Between two checks whether a server has ended."""
 
@@ -51,7 +54,13 @@ def code_access(config: Config, addresses: Sequence[str]) -> FileAccess | None:
     confine = config.security.confine
     if confine is False or (confine is None and not addresses):
         return None
-    hidden = [*hidden_by(config.certs_folder, needed=config.folder), *secrets_in(config.folder)]
+    secrets = [*secrets_in(config.folder)]
+    if sum(map(len, secrets)) > MAX_SECRETS:  # one message to the fork server has all of them
+        raise ConfigError(
+            f"{config.folder} has {len(secrets)} files with names of keys and credentials, such as "
+            f"{Path(secrets[0]).name}, too many to hide from the job's code: move them elsewhere"
+        )
+    hidden = [*hidden_by(config.certs_folder, needed=config.folder), *secrets]
     with contextlib.suppress(RuntimeError):  # this user has no home
         hidden.append(str(cut_cache.key_file()))
     return FileAccess(hidden=tuple(hidden)).reading(config.folder, *config.paths_read)

@@ -92,21 +92,31 @@ class Frames:
 
 
 class Lengths:
-    """Lengths of the tensors that one side of a pipe has announced, and that have not arrived."""
+    """Lengths of the tensors that one side of a pipe has announced, and that have not arrived.
+
+    Attributes:
+        size: their sum, in bytes.
+    """
 
     def __init__(self) -> None:
         self._announced: deque[int] = deque()
+        self.size = 0
         self.arrived: Callable[[], None] = lambda: None
 
     def announce(self, lengths: tuple[int, ...]) -> bool:
         """Add the tensors of a message; return False if there are too many."""
         self._announced.extend(length for length in lengths if length)  # no frame for an empty one
+        self.size += sum(lengths)
         self.arrived()
         return len(self._announced) <= MAX_AHEAD
 
     def next(self) -> int | None:
         """Return the length of the next tensor; None if it is not announced yet."""
-        return self._announced.popleft() if self._announced else None
+        if not self._announced:
+            return None
+        length = self._announced.popleft()
+        self.size -= length
+        return length
 
 
 class Pipes:
@@ -280,7 +290,8 @@ class Inspection:
             payload_bytes, list_bytes, lengths = described
             too_long = payload_bytes > MAX_PAYLOAD or list_bytes > MAX_LIST
             # Larger tensors would end the worker that allocates them; few are so large.
-            if too_long or (sum(lengths) > LARGE and sum(lengths) > free_memory()):
+            coming = announced.size + sum(lengths)
+            if too_long or (coming > LARGE and coming > free_memory()):
                 raise self._error("a message that is larger than the memory that is left")
             kind = yield from self._frame(rpc_format.LENGTH.size, exactly=rpc_format.LENGTH.size)
             number = yield from self._frame(_LENGTH.size, exactly=_LENGTH.size)

@@ -43,6 +43,9 @@ MAX_LINE = 4 * MIB
 MAX_LINES = 1024 * MIB
 """Largest `metrics.jsonl` and `events.jsonl`, in bytes."""
 
+MAX_EVENTS = 5_000_000
+"""Most lines of these files: each is an object in memory that is larger than its line."""
+
 MAX_TIME = 2.0**53
 """Upper limit of times in seconds, beyond any date."""
 
@@ -155,6 +158,8 @@ def _read_events(file: Path) -> Iterator[Event]:
                     raise ValueError(f"line {number} is longer than {MAX_LINE // MIB} MiB")
                 if size > MAX_LINES:
                     raise ValueError(f"it is longer than {MAX_LINES // MIB} MiB")
+                if number > MAX_EVENTS:
+                    raise ValueError(f"it has more than {MAX_EVENTS:,} lines")
                 if not line.endswith(b"\n"):
                     return
                 if (event := _parse_line(line, number)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from rpcmp.cli import cli
@@ -71,3 +72,13 @@ def test_a_link_or_a_pipe_in_a_run_folder_is_replaced(tmp_path: Path) -> None:
     os.mkfifo(folder / "report.html")
     assert CliRunner().invoke(cli, ["report", str(folder)]).exit_code == 0
     assert (folder / "report.html").is_file()
+
+
+def test_a_run_with_more_lines_than_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = runs.config(tmp_path)
+    folder = runs.write_run_folder(of, runs.events(of, LOSSES))
+    monkeypatch.setattr(run_report, "MAX_EVENTS", 2)
+    result = CliRunner().invoke(cli, ["report", str(folder)])
+    assert "it has more than 2 lines" in str(result.exception)

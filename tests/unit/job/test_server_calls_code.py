@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
 from rpcmp.job import server_calls
-from rpcmp.job.server_calls import collect_code
+from rpcmp.job.server_calls import code_access, collect_code
 
 
 def write(folder: Path, *paths: str, content: str = "") -> None:
@@ -91,3 +92,16 @@ def test_a_file_that_vanished_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "read_bytes", vanish)
     with pytest.raises(ConfigError, match=r"cannot read .*model\.py: No such file"):
         collect_code(tmp_path)
+
+
+def test_a_folder_full_of_keys_cannot_be_hidden(tmp_path: Path) -> None:
+    """One message to the fork server names all that a confined process may not open."""
+    config = parse_config({"loss": "m:loss", "model": {"layers": "m:layers"}})
+    config = config.with_folder(tmp_path)
+    write(tmp_path, "one.key")
+    access = code_access(config, ["127.0.0.1:1"])
+    assert access is not None
+    assert str(tmp_path / "one.key") in access.hidden
+    write(tmp_path, *(f"{'x' * 200}{number}.key" for number in range(200)))
+    with pytest.raises(ConfigError, match="has 201 files with names of keys and credentials"):
+        code_access(config, ["127.0.0.1:1"])

@@ -541,6 +541,23 @@ def test_a_message_larger_than_memory_is_refused_by_its_descriptor() -> None:
         begun().received(joined([head]))
 
 
+def test_tensors_that_were_announced_and_have_not_come_count_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each message would fit by itself."""
+    lengths = Lengths()
+    assert lengths.announce((2**26, 0, 2**20))
+    assert lengths.size == 2**26 + 2**20
+    assert (lengths.next(), lengths.size) == (2**26, 2**20)
+    assert (lengths.next(), lengths.next(), lengths.size) == (2**20, None, 0)
+    lengths.announce((2**26 + 1,))
+    monkeypatch.setattr(rpc_inspection, "free_memory", lambda: 2**27)
+    monkeypatch.setattr(rpc_inspection, "Lengths", lambda: lengths)
+    large = frames(message(0x102, b"\1\x80\x04N.", lengths=(2**26 + 1,)))[0]
+    with pytest.raises(SecurityError, match="larger than the memory that is left"):
+        begun().received(joined([large]))
+
+
 def in_pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
     places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
     for begin, end in itertools.pairwise(places):
