@@ -186,7 +186,7 @@ class DriverRecord:
 
     async def requests(self, job_id: str, generation: int) -> AsyncIterator[pb.RecordRequest]:
         """Yield what a server of a generation has to be sent, until the run has ended."""
-        changed, number, sent = asyncio.Event(), 0, pb.RecordRequest()
+        changed, number, sent = asyncio.Event(), 0, ("", b"")
         self._streams.add(changed)
         try:
             while True:
@@ -197,13 +197,9 @@ class DriverRecord:
                     from_step=min(self._states, default=0),
                     states=self._states_after(number, job_id),
                 )
-                about = self._about(job_id, generation)
-                if (about.about, about.about_signature.certificate) != (
-                    sent.about,
-                    sent.about_signature.certificate,  # which may have been renewed
-                ):
-                    request.MergeFrom(about)
-                    sent = about
+                if (self.about, now := self._certificate()) != sent:  # that may be a renewed one
+                    request.MergeFrom(self._about(job_id, generation))
+                    sent = self.about, now
                 if self._summary:
                     request.MergeFrom(self._end(job_id))
                 number = self._number
@@ -215,6 +211,10 @@ class DriverRecord:
                         await changed.wait()
         finally:
             self._streams.discard(changed)
+
+    def _certificate(self) -> bytes:
+        credentials = self._security.credentials
+        return b"" if credentials is None else credentials.signer().certificate
 
     def _about(self, job_id: str, generation: int) -> pb.RecordRequest:
         if not self.about:
