@@ -191,7 +191,7 @@ AT_MOST = {
     "lines of data": (2_000, ""),
     "lines of driver": (4_660, "a module that is too large for a proof is compared part by part"),
     "lines of job": (
-        6_820,
+        6_850,
         "cuts are kept by the supervisor; a driver's record is signed, and believed if it is",
     ),
     "lines of net": (
