@@ -198,7 +198,7 @@ AT_MOST = {
         4_530,
         "signatures on a driver's record; a replaced authority ends connections",
     ),
-    "lines of observability": (5_440, ""),
+    "lines of observability": (5_460, ""),
     "lines of pipelining": (
         5_350,
         "a scheduler that reads all parameters is refused like an optimizer",
