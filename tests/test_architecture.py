@@ -195,7 +195,7 @@ AT_MOST = {
         "cuts are kept by the supervisor; a driver's record is signed, and believed if it is",
     ),
     "lines of net": (
-        4_530,
+        4_560,
         "signatures on a driver's record; a replaced authority ends connections",
     ),
     "lines of observability": (5_460, ""),

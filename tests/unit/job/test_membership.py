@@ -10,6 +10,7 @@ import pytest
 
 from rpcmp.config.loader import parse_config
 from rpcmp.errors import ConfigError
+from rpcmp.job import membership
 from rpcmp.job.cuts import with_stages
 from rpcmp.job.membership import Membership, even
 from rpcmp.job.moving_balance import MovingBalance
@@ -70,6 +71,30 @@ def test_a_new_stage_stands_before_the_last_under_a_number_that_none_had() -> No
     assert run.pool.addresses[2] == NEW
     run.membership.forget(change.joined)
     assert run.membership.with_newcomers() is None
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_host_is_measured_if_those_of_the_run_were(
+    monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
+    run, spare = Run(), SimpleNamespace(spare=True, job="", draining=False)
+    asked: list[list[str]] = []
+
+    async def describe(client: object) -> SimpleNamespace:
+        return spare
+
+    async def stage_hosts(config: object, addresses: list[str], forks: Forks) -> list[Any]:
+        asked.append(addresses)
+        return ["measured"]
+
+    monkeypatch.setattr(membership, "describe", describe)
+    monkeypatch.setattr(membership, "stage_hosts", stage_hosts)
+    monkeypatch.setattr(run.balance, "are_hosts_measured", measured)
+    run.examine(NEW)
+    assert run.warnings == []
+    found: dict[str, Any] = {**run.membership._newcomers}
+    assert found == {NEW: "measured" if measured else None}
+    assert asked == ([[NEW]] if measured else [])
 
 
 def test_a_number_is_not_given_again_when_its_host_has_left() -> None:
