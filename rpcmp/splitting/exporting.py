@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,6 +213,8 @@ def restore(structure: Structure, values: Sequence[Any]) -> Any:
             return {key: restore(each, values) for key, each in pairs if each != ABSENT}
         case {"named": pairs}:
             return tuple(restore(each, values) for _, each in pairs)
+        case {"without": [_, part]}:
+            return restore(part, values)
     raise ConfigError(f"{structure!r} is nothing that a module returns")
 
 
@@ -258,7 +261,34 @@ def as_returned(structure: Structure, value: Any) -> Any:
             parts = [as_returned(*pair) for pair in zip((s for _, s in pairs), value, strict=True)]
             names = [name for name, _ in pairs]
             return collections.namedtuple("Outputs", names, rename=True)(*parts)
+        case {"without": [names, part]}:
+            return _without(names, as_returned(part, value))
     return value
+
+
+def _without(names: Sequence[str], value: Any) -> Any:
+    """Return outputs of which a loss cannot read some names: not even with a default."""
+
+    def refused(name: str) -> property:
+        def read(outputs: object) -> Any:
+            raise ConfigError(
+                f"outputs.{name} is a property of a class of the module's, which a layer that was "
+                "cut out of it does not return: return it as a field or an item"
+            )
+
+        return property(read)
+
+    members = {name: refused(name) for name in names}
+    if isinstance(value, tuple):
+        return type("Outputs", (type(value),), members)(*value)
+    if not isinstance(value, Fields):
+        value = _Items(value)
+    value.__class__ = type("Outputs", (type(value),), members)
+    return value
+
+
+class _Items(dict[Any, Any]):
+    """A dict of a class."""
 
 
 class _Seen:
@@ -309,7 +339,23 @@ def plain(value: Any) -> Any:
     return as_returned(structure, restore(structure, values))
 
 
+LIBRARIES = ("builtins", "collections", "typing", "torch", "transformers")
+
+SOME_CLASS = (property, functools.cached_property)
+
+
 def _structure(value: Any, found: list[Any]) -> Structure:
+    """Return the structure of a value, and of its class what no structure has."""
+    part = _own_structure(value, found)
+    if not isinstance(value, Mapping | tuple) or isinstance(value, Fields):
+        return part
+    own = (c for c in type(value).__mro__ if c.__module__.partition(".")[0] not in LIBRARIES)
+    names = {name for c in own for name, each in vars(c).items() if isinstance(each, SOME_CLASS)}
+    hidden = sorted(name for name in names if not name.startswith("_"))
+    return {"without": [hidden, part]} if hidden else part
+
+
+def _own_structure(value: Any, found: list[Any]) -> Structure:
     """Collect a tree's tensors and sizes, and return the tree with their positions.
 
     A cache, or another object of some class, is left out of a dict.
@@ -383,6 +429,8 @@ def _with_fixed_sizes(structure: Structure, program: ExportedProgram) -> Structu
                 return {kind: [placed(each) for each in parts] for kind in part}
             case {"dict": pairs} | {"fields": pairs} | {"named": pairs}:
                 return {kind: [[key, placed(each)] for key, each in pairs] for kind in part}
+            case {"without": [names, inner]}:
+                return {"without": [names, placed(inner)]}
         return part
 
     return placed(structure)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import UserDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from rpcmp.errors import ConfigError
-from rpcmp.splitting.exporting import arguments, export, restore
+from rpcmp.splitting.exporting import arguments, export, flatten, plain, restore
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.splitting.split import split_module
 from tests.support.splitmodules import rows
@@ -118,3 +119,39 @@ def test_a_module_that_returns_something_else_is_refused() -> None:
         export(Returning(lambda x: (x, Cache())), rows(4, 8), training=True)
     with pytest.raises(ConfigError, match="returns a dict with tuple as a key"):
         export(Returning(lambda x: {(1, 2): x}), rows(4, 8), training=True)
+
+
+class Scaled(dict[str, Any]):
+    """Outputs with a property, which no layer returns."""
+
+    @property
+    def scale(self) -> float:
+        return 2.0
+
+
+class Pair(NamedTuple):
+    """Likewise."""
+
+    first: Tensor
+    second: int
+
+    @property
+    def both(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(Scaled(a=torch.ones(2)), "scale"), (Pair(torch.ones(2), 3), "both")]
+)
+def test_a_property_of_an_output_class_is_never_another_number(value: Any, name: str) -> None:
+    found = plain(value)
+    with pytest.raises(ConfigError, match=f"outputs.{name} is a property of a class"):
+        getattr(found, name, 1.0)
+    assert getattr(found, "other", 1.0) == 1.0
+    if isinstance(value, tuple):
+        assert (found.second, len(found)) == (3, 2)
+        assert torch.equal(found[0], value[0])
+    else:
+        assert torch.equal(found["a"], value["a"])
+    structure, values = flatten([value])
+    assert restore(structure, values)[0] is not None
