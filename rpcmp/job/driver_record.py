@@ -27,7 +27,7 @@ from rpcmp.server.driver_memory import MAX_STATES, REMEMBERED
 from rpcmp.v1 import control_pb2 as pb
 
 if TYPE_CHECKING:
-    from rpcmp.net.signatures import Verifier
+    from rpcmp.net.signatures import Signature, Statement, Verifier
 
 INVITED_SECONDS = 600
 """How long an invitation holds."""
@@ -43,10 +43,10 @@ def held_seconds(config: Config, record: DriverRecord | None) -> float:
     return 0.0 if record is None else config.recovery.keep_after_driver
 
 
-def signed(security: Security, *statement: str | int) -> pb.Signature | None:
-    """Return our signature of a statement; None without certificates."""
+def signed(security: Security, statement: Statement) -> pb.Signature:
+    """Return our signature of a statement; an empty one without certificates."""
     if security.credentials is None:
-        return None
+        return pb.Signature()
     return pb.Signature(**security.credentials.signer().sign(statement)._asdict())
 
 
@@ -61,25 +61,26 @@ def proven(answer: pb.RecallResponse, verifier: Verifier | None, address: str) -
         return answer
     refused: dict[str, str] = {}
 
-    def is_signed(signature: pb.Signature, what: str, *statement: str | int) -> bool:
+    def is_signed(signature: pb.Signature, statement: Statement) -> bool:
         try:
-            verifier.require_signed((what, *statement), _signature(signature))
+            verifier.require_signed(statement, _signature(signature))
         except SecurityError as error:
-            refused[what] = str(error)
+            refused[str(statement[0])] = str(error)
             return False
         return True
 
     kept = pb.RecallResponse()
     kept.CopyFrom(answer)
-    if answer.about and not is_signed(answer.about_signature, *about_of(answer)):
+    about = about_of(answer.job, answer.job_id, answer.about_generation, answer.about)
+    if answer.about and not is_signed(answer.about_signature, about):
         kept.about = ""
     del kept.states[:], kept.ended[:]
     # No server keeps more, and each takes a moment in which nothing else happens here.
     states, ended = answer.states[:MAX_STATES], answer.ended[:REMEMBERED]
-    kept.states.extend(s for s in states if is_signed(s.signature, *state_of(answer, s)))
-    kept.ended.extend(e for e in ended if is_signed(e.signature, *end_of(e.job_id, e.driver_id)))
+    kept.states.extend(s for s in states if is_signed(s.signature, state_of(answer.job_id, s)))
+    kept.ended.extend(e for e in ended if is_signed(e.signature, end_of(e.job_id, e.driver_id)))
     run = answer.completed
-    if answer.HasField("completed") and not is_signed(run.signature, *completed_of(run)):
+    if answer.HasField("completed") and not is_signed(run.signature, completed_of(run)):
         kept.ClearField("completed")
     for what, why in refused.items():
         text = "what the server at %s holds of a job is not used (%s): %s"
@@ -87,48 +88,48 @@ def proven(answer: pb.RecallResponse, verifier: Verifier | None, address: str) -
     return kept
 
 
-def _signature(signature: pb.Signature) -> Any:
+def _signature(signature: pb.Signature) -> Signature:
     from rpcmp.net.signatures import Signature  # imports cryptography
 
     return Signature(signature.certificate, signature.value)
 
 
-def about_of(answer: pb.RecallResponse) -> tuple[str, str, str, int, str]:
-    return "about", answer.job, answer.job_id, answer.about_generation, answer.about
+def about_of(job: str, job_id: str, generation: int, about: str) -> Statement:
+    return "about", job, job_id, generation, about
 
 
-def state_of(of: pb.RecallResponse, state: pb.DriverState) -> tuple[str, str, int, int, str]:
-    return "state", of.job_id, state.number, state.step, state.state
+def state_of(job_id: str, state: pb.DriverState) -> Statement:
+    return "state", job_id, state.number, state.step, state.state
 
 
-def end_of(job_id: str, driver_id: str) -> tuple[str, str, str]:
+def invitation_of(job_id: str, joining: pb.JoinRequest) -> Statement:
+    """Return what `rpcmp join` signs: the spare at an address may serve a stage of a run."""
+    return "join", job_id, joining.address, joining.at
+
+
+def end_of(job_id: str, driver_id: str) -> Statement:
     """Return what a driver signs of a run that it ends; another one may have taken that over."""
     return "ended", job_id, driver_id
 
 
-def ended(security: Security, job_id: str, driver_id: str) -> pb.EndedJob:
-    signature = signed(security, *end_of(job_id, driver_id))
-    return pb.EndedJob(job_id=job_id, driver_id=driver_id, signature=signature)
-
-
-def completed_of(run: pb.CompletedRun) -> tuple[str, str, str, str, str, str, str]:
+def completed_of(run: pb.CompletedRun) -> Statement:
     when = run.ended_at.hex()
     return "completed", run.job, run.job_id, run.about, run.summary, run.identity, when
 
 
 def invitation(security: Security, job_id: str, address: str, at: int) -> pb.JoinRequest:
-    """Return what `rpcmp join` signs: the spare at an address may serve a stage of a run."""
-    signature = signed(security, "join", job_id, address, at)
-    return pb.JoinRequest(address=address, at=at, signature=signature)
+    made = pb.JoinRequest(address=address, at=at)
+    made.signature.MergeFrom(signed(security, invitation_of(job_id, made)))
+    return made
 
 
 def why_not_invited(job_id: str, joining: pb.JoinRequest, security: Security) -> str:
     """Return why a spare may not join a run, of which a server has told; empty if it may."""
     if security.credentials is None:
         return ""
-    statement = "join", job_id, joining.address, joining.at
+    statement, verifier = invitation_of(job_id, joining), security.credentials.verifier()
     try:
-        security.credentials.verifier().require_signed(statement, _signature(joining.signature))
+        verifier.require_signed(statement, _signature(joining.signature))
     except SecurityError as error:
         return str(error)
     if abs(time.time() - joining.at) > INVITED_SECONDS:
@@ -140,7 +141,7 @@ class DriverRecord:
     """The record that a run's driver keeps at all servers, over all generations.
 
     Args:
-        job: its name.
+        job, job_id: the run's.
         driver_id: of this start of the driver.
         number: of the last state that a driver before has recorded of the run.
 
@@ -148,11 +149,13 @@ class DriverRecord:
         about: JSON of About; empty until it is known.
     """
 
-    def __init__(self, job: str, security: Security, driver_id: str = "", number: int = 0) -> None:
+    def __init__(
+        self, job: str, job_id: str, driver_id: str, security: Security, number: int = 0
+    ) -> None:
         self.about = ""
-        self._job, self._security, self._driver_id = job, security, driver_id
-        self._states: dict[int, tuple[int, str]] = {}
-        self._signatures: dict[int, pb.Signature | None] = {}
+        self._job, self._job_id, self._driver_id = job, job_id, driver_id
+        self._security = security
+        self._states: dict[int, pb.DriverState] = {}
         self._number = number
         self._streams: set[asyncio.Event] = set()
         self._summary = self._identity = ""
@@ -161,7 +164,9 @@ class DriverRecord:
     def add(self, state: Mapping[str, Any], from_step: int) -> None:
         """Record the state after a step, which may have changed since; forget earlier ones."""
         self._number += 1
-        self._states[state["step"]] = self._number, json.dumps(state)
+        recorded = pb.DriverState(step=state["step"], state=json.dumps(state), number=self._number)
+        recorded.signature.MergeFrom(signed(self._security, state_of(self._job_id, recorded)))
+        self._states[recorded.step] = recorded
         for step in [step for step in self._states if step < from_step]:
             del self._states[step]
         self._wake_streams()
@@ -184,7 +189,7 @@ class DriverRecord:
         for changed in self._streams:
             changed.set()
 
-    async def requests(self, job_id: str, generation: int) -> AsyncIterator[pb.RecordRequest]:
+    async def requests(self, generation: int) -> AsyncIterator[pb.RecordRequest]:
         """Yield what a server of a generation has to be sent, until the run has ended."""
         changed, number, sent = asyncio.Event(), 0, ("", b"")
         self._streams.add(changed)
@@ -192,16 +197,16 @@ class DriverRecord:
             while True:
                 changed.clear()
                 request = pb.RecordRequest(
-                    job_id=job_id,
+                    job_id=self._job_id,
                     generation=generation,
                     from_step=min(self._states, default=0),
-                    states=self._states_after(number, job_id),
+                    states=[each for each in self._states.values() if each.number > number],
                 )
                 if (self.about, now := self._certificate()) != sent:  # that may be a renewed one
-                    request.MergeFrom(self._about(job_id, generation))
+                    request.MergeFrom(self._about(generation))
                     sent = self.about, now
                 if self._summary:
-                    request.MergeFrom(self._end(job_id))
+                    request.MergeFrom(self._end())
                 number = self._number
                 yield request
                 if request.has_ended:  # and gRPC has taken it: it asks for the next one
@@ -216,32 +221,16 @@ class DriverRecord:
         credentials = self._security.credentials
         return b"" if credentials is None else credentials.signer().certificate
 
-    def _about(self, job_id: str, generation: int) -> pb.RecordRequest:
+    def _about(self, generation: int) -> pb.RecordRequest:
         if not self.about:
             return pb.RecordRequest()
-        statement = "about", self._job, job_id, generation, self.about
-        return pb.RecordRequest(
-            about=self.about, about_signature=signed(self._security, *statement)
-        )
+        statement = about_of(self._job, self._job_id, generation, self.about)
+        return pb.RecordRequest(about=self.about, about_signature=signed(self._security, statement))
 
-    def _states_after(self, number: int, job_id: str) -> list[pb.DriverState]:
-        made = []
-        for step, (when, text) in self._states.items():
-            if when <= number:
-                continue
-            if when not in self._signatures:  # one for all servers
-                statement = "state", job_id, when, step, text
-                self._signatures[when] = signed(self._security, *statement)
-            signature = self._signatures[when]
-            made.append(pb.DriverState(step=step, state=text, number=when, signature=signature))
-        known = {when for when, _ in self._states.values()}
-        self._signatures = {when: s for when, s in self._signatures.items() if when in known}
-        return made
-
-    def _end(self, job_id: str) -> pb.RecordRequest:
+    def _end(self) -> pb.RecordRequest:
         run = pb.CompletedRun(
             job=self._job,
-            job_id=job_id,
+            job_id=self._job_id,
             about=self.about,
             summary=self._summary,
             identity=self._identity,
@@ -252,6 +241,6 @@ class DriverRecord:
             summary=self._summary,
             identity=self._identity,
             ended_at=self._ended_at,
-            ended_signature=signed(self._security, *end_of(job_id, self._driver_id)),
-            completed_signature=signed(self._security, *completed_of(run)),
+            ended_signature=signed(self._security, end_of(self._job_id, self._driver_id)),
+            completed_signature=signed(self._security, completed_of(run)),
         )

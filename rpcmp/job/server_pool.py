@@ -24,7 +24,7 @@ from rpcmp.errors import (
     RpcmpError,
     SecurityError,
 )
-from rpcmp.job.driver_record import ended
+from rpcmp.job.driver_record import end_of, signed
 from rpcmp.job.failure_detection import task_group
 from rpcmp.job.local_servers import LocalServers, serve_options
 from rpcmp.job.server_calls import (
@@ -168,7 +168,9 @@ class ServerPool:
             generation=generation,
             driver_id=self.driver_id,
             dismisses=dismisses,
-            ended=None if dismisses else ended(self.dialer.security, self.job_id, self.driver_id),
+            ended_signature=None
+            if dismisses
+            else signed(self.dialer.security, end_of(self.job_id, self.driver_id)),
         )
         await asyncio.gather(*(self._try_stop(*place, stop) for place in places))
 

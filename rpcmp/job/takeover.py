@@ -195,8 +195,9 @@ async def find(
     while True:
         answers = dict(zip(pool.addresses, await _recall_all(pool), strict=True))
         jobs = _jobs(config, answers)
-        await _end_everywhere(pool, jobs, answers)
-        job = _newest(config, jobs, answers)
+        ended = {job.job_id: word for job in jobs if (word := _ended(answers, job)) is not None}
+        await _end_everywhere(pool, ended, answers)
+        job = _newest(config, [job for job in jobs if job.job_id not in ended], answers)
         alive = [address for address, each in answers.items() if _has_driver(job, each)]
         if job is None:
             is_sought = identity and config.checkpoint is None
@@ -226,19 +227,19 @@ async def _recall_all(pool: ServerPool) -> list[pb.RecallResponse]:
 
 
 async def _end_everywhere(
-    pool: ServerPool, jobs: Sequence[LostJob], answers: Mapping[str, pb.RecallResponse]
+    pool: ServerPool,
+    ended: Mapping[str, pb.EndedJob],
+    answers: Mapping[str, pb.RecallResponse],
 ) -> None:
-    """End jobs at servers that hold them, if another server has the word that they were ended."""
-    words = {job.job_id: _ended(answers, job) for job in jobs}
+    """End jobs at servers that hold them, by the words of their drivers that others have."""
     for address, answer in answers.items():
-        ended = words.get(answer.job_id)
-        if ended is None or answer.has_driver:
+        if answer.job_id not in ended or answer.has_driver:
             continue
         request = pb.StopRequest(
             job_id=answer.job_id,
             generation=answer.generation,
             driver_id=answer.driver_id,
-            ended=ended,
+            ended_signature=ended[answer.job_id].signature,
         )
         try:
             async with pool.client(address) as client:
@@ -269,7 +270,7 @@ def _has_driver(job: LostJob | None, answer: pb.RecallResponse) -> bool:
 def _newest(
     config: Config, jobs: Sequence[LostJob], answers: Mapping[str, pb.RecallResponse]
 ) -> LostJob | None:
-    jobs = [job for job in jobs if job.saves_where(config) and _ended(answers, job) is None]
+    jobs = [job for job in jobs if job.saves_where(config)]
 
     def holders(job: LostJob) -> list[str]:
         return [address for address, each in answers.items() if each.job_id == job.job_id]

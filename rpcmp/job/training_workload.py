@@ -99,11 +99,8 @@ class TrainingWorkload(Workload[SummaryEvent]):
         self._told_stages = config.stage_names
         self._planner = RestorePlanner(config, pool, self.checkpoints, events.emit, start, lost)
         records = config.recovery.enabled and not pool.is_local  # own servers end with the driver
-        number = 0 if lost is None else lost.number
-        security = pool.dialer.security
-        self._record = (
-            DriverRecord(config.name, security, pool.driver_id, number) if records else None
-        )
+        run, number = (config.name, pool.job_id, pool.driver_id), 0 if lost is None else lost.number
+        self._record = DriverRecord(*run, pool.dialer.security, number) if records else None
         self.is_training = self._is_finishing = False
         self._generation: Generation | None = None
         self.has_begun = False

@@ -376,7 +376,7 @@ class WorkerGroup:
 
     async def _send_record(self, client: StageClient, record: DriverRecord) -> None:
         with contextlib.suppress(RpcmpError):  # `_watch` says why
-            await client.record(record.requests(**self._identity))
+            await client.record(record.requests(self._identity["generation"]))
 
     def _report_invited(self, client: StageClient, joining: pb.JoinRequest) -> None:
         security = self._pool.dialer.security

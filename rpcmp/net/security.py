@@ -123,19 +123,19 @@ class Credentials:
         self.refresh()
         from rpcmp.net.signatures import Verifier  # imports cryptography
 
-        return Verifier(self.folder, self.revocations)
+        return Verifier(self.authorities, self.revocations)
 
     def _load(self) -> None:
         try:
             stamp = self._stat()
+            authorities = (self.folder / CA).read_bytes()
         except OSError as error:
             raise SecurityError(
                 f"{error.filename} cannot be read ({error.strerror}); --certs wants a folder with "
                 f"{CA}, {CERTIFICATE} and {KEY}: `rpcmp certs issue` makes one"
             ) from error
         require_private(self.folder / KEY)
-        authorities = (self.folder / CA).read_bytes()
-        revocations = self._read_revocations()
+        revocations = self._read_revocations(authorities)
         server = self._context(ssl.PROTOCOL_TLS_SERVER, [GRPC, RELAY], revocations)
         metrics = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], revocations)
         website = self._context(ssl.PROTOCOL_TLS_SERVER, [HTTP], None)
@@ -149,12 +149,11 @@ class Credentials:
         self.authorities = authorities
         self.revocations, self._stamp = revocations, stamp
 
-    def _read_revocations(self) -> Revocations | None:
+    def _read_revocations(self, authorities: bytes) -> Revocations | None:
         """Read the CRL. If its file is gone, the last one stays, so nothing becomes valid again."""
         path = self.folder / CRL
         try:
             content = path.read_bytes()
-            authorities = (self.folder / CA).read_bytes()
         except FileNotFoundError:
             if self.revocations is not None:
                 log.warning("%s is gone: what it has revoked stays so until a restart", path)
@@ -230,7 +229,7 @@ class Security:
 
     def establish(self, end: VerifiedConnection) -> None:
         """Register a verified connection, so that it can be ended if the peer is revoked."""
-        if self._is(end, self._is_revoked):
+        if self._has(end, self._is_revoked):
             raise SecurityError("certificate revoked")
         self._established.add(end)
 
@@ -250,13 +249,14 @@ class Security:
         return self._end(lambda certificate: has_left(certificate, before, now))
 
     def _end(self, is_refused: Callable[[bytes], bool]) -> list[str]:
-        ended = [end for end in self._established if self._is(end, is_refused)]
+        ended = [end for end in self._established if self._has(end, is_refused)]
         for end in ended:
             self._established.discard(end)
             end.shut_down()
         return [str(end.session.peer_role) for end in ended if end.session is not None]
 
-    def _is(self, end: VerifiedConnection, is_refused: Callable[[bytes], bool]) -> bool:
+    def _has(self, end: VerifiedConnection, is_refused: Callable[[bytes], bool]) -> bool:
+        """Return whether a connection's peer has a certificate that is refused now."""
         if end.session is None or end.gone.is_set():
             return False
         certificate = end.session.peer_certificate

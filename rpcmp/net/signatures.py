@@ -68,14 +68,18 @@ class Signer:
 
 
 class Verifier:
-    """Verifies signatures of drivers, by the authorities in a certificate's folder."""
+    """Verifies signatures of drivers.
 
-    def __init__(self, folder: Path, revocations: Revocations | None) -> None:
+    Args:
+        authorities: the content of ca.crt.
+        revocations: by these; None if there are none.
+    """
+
+    def __init__(self, authorities: bytes, revocations: Revocations | None) -> None:
         try:
-            content = (folder / CA).read_bytes()
-            self._authorities = x509.load_pem_x509_certificates(content)
-        except (OSError, ValueError) as error:
-            raise SecurityError(f"{folder / CA} cannot be used: {error}") from error
+            self._authorities = x509.load_pem_x509_certificates(authorities)
+        except ValueError as error:
+            raise SecurityError(f"{CA} cannot be used: {error}") from error
         self._revocations = revocations
 
     def require_signed(self, statement: Statement, signature: Signature) -> None:

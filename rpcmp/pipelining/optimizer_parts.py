@@ -5,8 +5,8 @@
 
 A norm over all gradients, a learning rate that is estimated of the whole model, or one that depends
 on a parameter's place in the list would be another for a part of the model; so would a rate that a
-scheduler computes of momenta. Tried with parameters
-of the job's names and numbers of dimensions, a few elements each.
+scheduler computes of momenta. Tried with parameters of the job's names and numbers of dimensions, a
+few elements each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.config import importing
 from rpcmp.config.types import Factory, OptimizerFactory
@@ -98,9 +97,7 @@ def _updates(
         for name, value in named.items():
             value.grad = _drawn(name, step + 1, shapes[name])
         optimizer.step()
-        if scheduler is not None:
-            watches_loss = isinstance(scheduler, ReduceLROnPlateau)
-            scheduler.step(*([1.0 / (step + 1)] if watches_loss else []))
+        optimizers.step_scheduler(scheduler, 1.0 / (step + 1))
     draws = not torch.equal(state, torch.get_rng_state())
     return {name: value.detach() - before[name] for name, value in named.items()}, draws
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
@@ -27,6 +28,14 @@ from rpcmp.pipelining.lazy_dynamo import defer_dynamo
 
 Trained = Mapping[str, Mapping[str, bool]]
 """Whether each parameter is trained, by its stage and its name in the unsplit model."""
+
+
+def step_scheduler(scheduler: Any, loss: float) -> None:
+    """Step a scheduler, if there is one; `loss` is for those that watch one."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(loss)
+    elif scheduler is not None:
+        scheduler.step()
 
 
 def create(source: OptimizerFactory, named: Mapping[str, Tensor], what: str = "optimizer") -> Any:

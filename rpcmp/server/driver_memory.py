@@ -58,12 +58,14 @@ class DriverMemory:
         self.heard_at = 0.0
         self._held_until = 0.0
 
-    def end(self, ended: pb.EndedJob) -> None:
+    def end(self, signature: pb.Signature) -> None:
         """Forget a job that its driver has ended, except that it has, which it has signed."""
-        self._ended.append(
-            pb.EndedJob(job_id=self.job_id, driver_id=self._driver_id, signature=ended.signature)
-        )
+        self._note_end(signature)
         self.clear()
+
+    def _note_end(self, signature: pb.Signature) -> None:
+        ids = {"job_id": self.job_id, "driver_id": self._driver_id}
+        self._ended.append(pb.EndedJob(**ids, signature=signature))
 
     @property
     def holds_seconds(self) -> float:
@@ -120,12 +122,7 @@ class DriverMemory:
             self.about, self._about_generation = request.about, request.generation
             self._about_signature = request.about_signature
         if request.has_ended:
-            ended = pb.EndedJob(
-                job_id=self.job_id,
-                driver_id=self._driver_id,
-                signature=request.ended_signature,
-            )
-            self._ended.append(ended)
+            self._note_end(request.ended_signature)
             self._completed = pb.CompletedRun(
                 job=self.job,
                 job_id=self.job_id,

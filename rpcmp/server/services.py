@@ -182,13 +182,13 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         torch's agents store their addresses under "addrs/NAME" and their names under "names/RANK",
         and do not check which agent answers at an address; workers announce their memory.
         """
-        if key.startswith(ANNOUNCED):
-            role = self._callers.role(grpc_context.peer())
-            claim.group.require_name(role, key.removeprefix(ANNOUNCED))
-        kind, _, rest = key.partition("/")
-        if kind in ("addrs", "names"):
-            name = rest if kind == "addrs" else value.decode(errors="replace")
-            claim.group.require_name(self._callers.role(grpc_context.peer()), name)
+        if key.startswith("names/"):
+            name = value.decode(errors="replace")
+        elif of := next((each for each in ("addrs/", ANNOUNCED) if key.startswith(each)), ""):
+            name = key.removeprefix(of)
+        else:
+            return
+        claim.group.require_name(self._callers.role(grpc_context.peer()), name)
 
     async def Set(self, request: pb.SetRequest, grpc_context: GrpcContext) -> pb.SetResponse:
         claim = self._claim_of(request, grpc_context)

@@ -74,7 +74,7 @@ class SnapshotStore:
         self._folder: FolderOrReason = NO_FOLDER
         self._target: FolderOrReason = NO_FOLDER
         self._saves_mirror = False
-        self._own_saved = self._copies_saved = 0
+        self._copies_ahead = 0
         self._disk = ThreadPoolExecutor(1, "rpcmp-saving", initializer=_yield_to_others)
         self._saves: set[asyncio.Task[None]] = set()
         self._being_saved: set[int] = set()
@@ -206,7 +206,7 @@ class SnapshotStore:
         file_of(stage_name)
         self.stage_name, self._cut = stage_name, cut
         self._last_acknowledged = self._num_written = 0
-        self._own_saved = self._copies_saved = 0
+        self._copies_ahead = 0
         self._mirrors_none = True  # until it is told otherwise
         if restore is None:
             self.slots.drop_all()
@@ -286,7 +286,7 @@ class SnapshotStore:
         snapshot = self.slots.get(step, self._cut)
         if snapshot is not None and snapshot.is_pinned:
             self._being_saved.add(step)
-            self._own_saved += 1
+            self._copies_ahead -= 1
             task = asyncio.create_task(self._save_own(snapshot, on_saved))
             self._saves.add(task)
             task.add_done_callback(self._saves.discard)
@@ -307,13 +307,12 @@ class SnapshotStore:
 
     async def _save_copy(self, mirror: Mirror, snapshot: Snapshot) -> None:
         """Save a neighbour's snapshot if the neighbour saves it too."""
-        is_saved = snapshot.is_pinned and self._saves_mirror
-        if is_saved and self._copies_saved >= self._own_saved + AHEAD:
+        is_due = snapshot.is_pinned and self._saves_mirror
+        if is_due and self._copies_ahead >= AHEAD:
             text = "stage %r saves more often than this one, and step %d of it is not saved here"
             log.warning(text, mirror.stage_name, snapshot.step)
-            is_saved = False
-        if is_saved:
-            self._copies_saved += 1
+        elif is_due:
+            self._copies_ahead += 1
             saved = await self._save(mirror.slots, snapshot, mirror.stage_name)
             if saved.error:
                 log.warning("%s; stage %r has it on its own disk", saved.error, mirror.stage_name)

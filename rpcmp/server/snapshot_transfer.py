@@ -71,6 +71,7 @@ async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> 
         return await anext(parts, b"")
 
     def content() -> Iterator[bytes]:
+        files.require_room(path, size)
         arrived = 0
         while part := asyncio.run_coroutine_threadsafe(next_part(), loop).result():
             arrived += len(part)
@@ -81,7 +82,6 @@ async def receive_file(parts: AsyncIterator[bytes], path: Inside, size: int) -> 
             raise UnreachableError(f"only {arrived} of {size} bytes of {path} have arrived")
 
     try:
-        files.require_room(path, size)
         await asyncio.to_thread(files.write_durably, path, content())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

@@ -302,7 +302,7 @@ class StageServer:
             if request.dismisses:
                 self.driver.clear()
             else:
-                self.driver.end(request.ended)
+                self.driver.end(request.ended_signature)
             await self._clear()
 
     def record(self, request: pb.RecordRequest) -> None:

@@ -288,7 +288,7 @@ def _without(names: Sequence[str], value: Any) -> Any:
 
 
 class _Items(dict[Any, Any]):
-    """A dict of a class."""
+    """A dict whose class can be changed, as that of a plain one cannot."""
 
 
 class _Seen:
@@ -340,8 +340,7 @@ def plain(value: Any) -> Any:
 
 
 LIBRARIES = ("builtins", "collections", "typing", "torch", "transformers")
-
-SOME_CLASS = (property, functools.cached_property)
+"""Whose classes of outputs have no properties that a loss reads."""
 
 
 def _structure(value: Any, found: list[Any]) -> Structure:
@@ -350,7 +349,12 @@ def _structure(value: Any, found: list[Any]) -> Structure:
     if not isinstance(value, Mapping | tuple) or isinstance(value, Fields):
         return part
     own = (c for c in type(value).__mro__ if c.__module__.partition(".")[0] not in LIBRARIES)
-    names = {name for c in own for name, each in vars(c).items() if isinstance(each, SOME_CLASS)}
+    names = {
+        name
+        for c in own
+        for name, each in vars(c).items()
+        if isinstance(each, property | functools.cached_property)
+    }
     hidden = sorted(name for name in names if not name.startswith("_"))
     return {"without": [hidden, part]} if hidden else part
 

@@ -154,17 +154,9 @@ def require_bounded(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> N
             raise ValueError(f"its argument {key!r} has to be {kinds[key]}")
 
 
-_known: dict[str, dict[str, str] | None] = {}
-
-
+@functools.lru_cache(maxsize=4096)
 def kinds_of(name: str) -> dict[str, str] | None:
     """Return the kind of each argument, by its name, as torch's schemas write it; None: refused."""
-    if name not in _known:
-        _known[name] = _kinds_of_schema(name)
-    return _known[name]
-
-
-def _kinds_of_schema(name: str) -> dict[str, str] | None:
     namespace, _, rest = name.partition(".")
     base, _, overload = rest.partition(".")
     is_allowed = base in ALLOWED or (base.endswith("_") and base[:-1] in ALLOWED)
@@ -174,13 +166,18 @@ def _kinds_of_schema(name: str) -> dict[str, str] | None:
     if overload.startswith("prim_") or not is_allowed or f"{namespace}.{rest}" != str(operation):
         return None
     assert operation is not None
-    _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
-    schema = (schemas or [])[0]  # of one overload
+    schema = schema_of(operation)
     kinds = {each.name: str(each.real_type) for each in schema.arguments}
     returns = {str(each.real_type) for each in schema.returns}
     sized = {"int"} if base.startswith("sym_") else {"Tensor", "List[Tensor]"}
     is_plain = bool(returns) and returns <= sized and not any(a.is_out for a in schema.arguments)
     return kinds if is_plain and all(itertools.starmap(_is_known, kinds.items())) else None
+
+
+def schema_of(operation: Callable[..., Any]) -> Any:
+    """Return torch's schema of an overload of an operation."""
+    _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
+    return (schemas or [])[0]
 
 
 def _is_known(key: str, kind: str) -> bool:
@@ -201,7 +198,7 @@ def _fits(kind: str, value: Any, key: str) -> bool:
         if isinstance(value, list):
             return all(_fits(inner, each, key) for each in value)
         return inner == "int" and type(value) is int  # one size for all dimensions
-    what, of = next(iter(value.items())) if isinstance(value, dict) else ("", None)
+    ((what, of),) = value.items() if isinstance(value, dict) else [("", None)]
     match kind:
         case "str":
             return isinstance(value, str) and re.fullmatch(STRINGS.get(key, ""), value) is not None

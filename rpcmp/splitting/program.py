@@ -214,7 +214,6 @@ def require_bounded(program: Program) -> None:
                 f"--no-code or --allow runs no such call for a config: {error}; start the server "
                 "without them, or give `layers` of torch.nn's modules in [model]"
             ) from error
-
     if not all(isinstance(e, int | float) or _is_of_a_value(e) for e in program.outputs):
         raise ConfigError("a cut module passes on what is neither a tensor nor a number")
 
@@ -227,7 +226,7 @@ def _require_bounded(node: Node) -> None:
     if node.body is not None:
         if node.calls not in REGIONS:
             raise ValueError("it has a body, as regions have")
-        if not all(isinstance(each, dict) and "of" in each for each in node.args):
+        if not all(map(_is_of_a_value, node.args)):
             raise ValueError("a region takes values that were computed")
         for key, value in node.kwargs.items():
             is_known = {

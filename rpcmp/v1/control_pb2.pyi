@@ -1857,14 +1857,14 @@ class StopRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DRIVER_ID_FIELD_NUMBER: _builtins.int
     DISMISSES_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
+    ENDED_SIGNATURE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     driver_id: _builtins.str
     dismisses: _builtins.bool
     """The job goes on without this server, which may join it again."""
     @_builtins.property
-    def ended(self) -> Global___EndedJob:
+    def ended_signature(self) -> Global___Signature:
         """unless it dismisses"""
 
     def __init__(
@@ -1874,11 +1874,11 @@ class StopRequest(_message.Message):
         generation: _builtins.int = ...,
         driver_id: _builtins.str = ...,
         dismisses: _builtins.bool = ...,
-        ended: Global___EndedJob | None = ...,
+        ended_signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended_signature", b"ended_signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "ended", b"ended", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dismisses", b"dismisses", "driver_id", b"driver_id", "ended_signature", b"ended_signature", "generation", b"generation", "job_id", b"job_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

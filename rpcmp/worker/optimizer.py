@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState
 from rpcmp.config import importing
@@ -307,10 +306,7 @@ class StageOptimizer(ComputeThreadOwner):
                 parameter.grad.mul_(factor)
 
     def _step_scheduler(self, loss: float) -> None:
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(loss)
-        elif self._scheduler is not None:
-            self._scheduler.step()
+        optimizers.step_scheduler(self._scheduler, loss)
 
     @functools.cached_property
     def _keeper(self) -> OptimizerState:

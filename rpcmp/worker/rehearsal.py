@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rpcmp.checkpoint.stage_state import StageState, decoded, pack, require_storable
 from rpcmp.errors import ConfigError, FactoryError, one_line
-from rpcmp.pipelining import random_streams
+from rpcmp.pipelining import optimizers, random_streams
 from rpcmp.rpc.tensors import same_bits
 from rpcmp.worker.optimizer_state import KeptState, OptimizerState, same
 
@@ -191,9 +191,7 @@ def _step(trial: _Trial, first: int, last: int) -> None:
             parameter.grad = _made_up(parameter, step, name)
         random_streams.seed_all(0, "optimizer", step, "rehearsal")
         trial.optimizer.step()
-        if trial.scheduler is not None:
-            watches_loss = isinstance(trial.scheduler, ReduceLROnPlateau)
-            trial.scheduler.step(*([1.0 / step] if watches_loss else []))
+        optimizers.step_scheduler(trial.scheduler, 1.0 / step)
 
 
 def _copy(source: _Trial, target: _Trial) -> None:

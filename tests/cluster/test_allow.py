@@ -33,6 +33,31 @@ from tests.support.claims import prepared
 from tests.support.processes import Server, running_servers
 
 
+def error_of_worker(
+    channel: grpc.Channel, server: Server, config: Config, layers: list[str]
+) -> str:
+    """Start a worker of the only stage, and return the error that it ends with."""
+    job = prepared(server, "")
+    ControlStub(channel).Prepare(job, timeout=120)
+    watched = ControlStub(channel).Watch(
+        pb.WatchRequest(job_id=job.job_id, generation=1), timeout=120
+    )
+    ControlStub(channel).Start(
+        pb.StartRequest(
+            job_id=job.job_id,
+            generation=1,
+            stage_name="stage0",
+            rendezvous=server.address,
+            members=["stage0", "driver"],
+            assignment=Assignment(config=config, stage_index=0, layers=layers).model_dump_json(),
+        ),
+        timeout=120,
+    )
+    error: str = next(change.error for change in watched if change.error)
+    watched.cancel()  # type: ignore[no-untyped-call]
+    return error
+
+
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
@@ -75,27 +100,8 @@ def test_a_server_runs_only_code_that_its_allow_list_names(
         )
         with pytest.raises(grpc.RpcError, match="--allow or --no-code"):
             ControlStub(channel).Profile(measured, timeout=120)
-        job = prepared(server, "")
-        ControlStub(channel).Prepare(job, timeout=120)
-        watched = ControlStub(channel).Watch(
-            pb.WatchRequest(job_id=job.job_id, generation=1), timeout=120
-        )
-        ControlStub(channel).Start(
-            pb.StartRequest(
-                job_id=job.job_id,
-                generation=1,
-                stage_name="stage0",
-                rendezvous=server.address,
-                members=["stage0", "driver"],
-                assignment=Assignment(
-                    config=config, stage_index=0, layers=["only"]
-                ).model_dump_json(),
-            ),
-            timeout=120,
-        )
-        error = next(change.error for change in watched if change.error)
+        error = error_of_worker(channel, server, config, ["only"])
         assert "--allow or --no-code" in error
-        watched.cancel()  # type: ignore[no-untyped-call]
     assert not canary.exists()
 
 
@@ -127,26 +133,7 @@ def test_a_server_without_code_runs_no_operation_that_trusts_its_arguments(
         running_servers(1, "--no-code", apart=False) as (server,),
         grpc.insecure_channel(server.address) as channel,
     ):
-        job = prepared(server, "")
-        ControlStub(channel).Prepare(job, timeout=120)
-        watched = ControlStub(channel).Watch(
-            pb.WatchRequest(job_id=job.job_id, generation=1), timeout=120
-        )
-        ControlStub(channel).Start(
-            pb.StartRequest(
-                job_id=job.job_id,
-                generation=1,
-                stage_name="stage0",
-                rendezvous=server.address,
-                members=["stage0", "driver"],
-                assignment=Assignment(
-                    config=config, stage_index=0, layers=[layer.name]
-                ).model_dump_json(),
-            ),
-            timeout=120,
-        )
-        error = next(change.error for change in watched if change.error)
-        watched.cancel()  # type: ignore[no-untyped-call]
+        error = error_of_worker(channel, server, config, [layer.name])
     assert f"a cut module calls '{calls}', and a server that was started with --no-code" in error
     assert not canary.exists()
 

@@ -19,7 +19,7 @@ from rpcmp.errors import (
     exit_code,
 )
 from rpcmp.job import takeover
-from rpcmp.job.driver_record import ended
+from rpcmp.job.driver_record import end_of, signed
 from rpcmp.job.server_pool import ServerPool
 from rpcmp.job.takeover import identity_of
 from rpcmp.net.security import Security
@@ -307,7 +307,8 @@ async def test_a_driver_that_was_taken_over_from_ends_nothing_and_one_that_left_
         old = second.served.driver.recall(is_claimed=False)
         before = await cluster.drive(config, start="resume", lost_at=6)
         lie = second.served.driver.recall(is_claimed=False)
-        lie.ended.append(ended(mine, old.job_id, old.driver_id))
+        ids = {"job_id": old.job_id, "driver_id": old.driver_id}
+        lie.ended.append(pb.EndedJob(**ids, signature=signed(mine, end_of(**ids))))
         lie.about, lie.about_generation = old.about, old.about_generation
         lie.about_signature.CopyFrom(old.about_signature)
         lie.has_driver = True

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from rpcmp.splitting import operations
 
@@ -183,9 +182,7 @@ class Drawn:
 def schema_of(name: str) -> Any:
     """Return torch's schema of an operation."""
     _, base, overload = name.split(".")
-    operation = getattr(getattr(torch.ops.aten, base), overload)
-    _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
-    return (schemas or [])[0]
+    return operations.schema_of(getattr(getattr(torch.ops.aten, base), overload))
 
 
 def _called(

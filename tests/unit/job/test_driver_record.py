@@ -25,14 +25,14 @@ def state(step: int, **more: Any) -> dict[str, Any]:
 
 
 def made() -> DriverRecord:
-    return DriverRecord("job", Security())
+    return DriverRecord("job", "a", "", Security())
 
 
 def requests_of(record: DriverRecord, changes: list[Any]) -> list[pb.RecordRequest]:
     """Return the first request of a stream, and the one after each change."""
 
     async def collect() -> list[pb.RecordRequest]:
-        stream = record.requests("a", 3)
+        stream = record.requests(3)
         found = [await anext(stream)]
         for change in changes:
             change()
@@ -89,7 +89,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recalled(security: Security) -> pb.RecallResponse:
     """Return what a server answers that a driver with this certificate has told everything."""
-    record = DriverRecord("job", security)
+    record = DriverRecord("job", "a", "", security)
     record.about = "about"
     record.add(state(1), from_step=1)
 
@@ -191,7 +191,7 @@ def test_a_signature_that_cannot_be_read_is_none(
 def test_a_renewed_certificate_signs_what_servers_have(certs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "driver"
     shutil.copytree(certs / "driver", folder)
-    record = DriverRecord("job", Security(folder))
+    record = DriverRecord("job", "a", "", Security(folder))
     record.about = "about"
 
     def renew() -> None:

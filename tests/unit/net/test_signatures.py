@@ -28,31 +28,35 @@ def certs(tmp_path: Path) -> Path:
     return issue(tmp_path / "certs", "127.0.0.1")
 
 
+def verifier(folder: Path, revocations: Revocations | None) -> Verifier:
+    return Verifier((folder / "ca.crt").read_bytes(), revocations)
+
+
 def test_a_drivers_signature_is_of_its_statement(certs: Path) -> None:
     signature = Signer(certs / "driver").sign(STATEMENT)
-    verifier = Verifier(certs / "stage0", None)
-    verifier.require_signed(STATEMENT, signature)
+    verifies = verifier(certs, None)
+    verifies.require_signed(STATEMENT, signature)
     for other in (("about", "job", 4), ("about", "job"), ("about", "job", "3"), ("aboutjob", 3)):
         with pytest.raises(SecurityError, match="its signature is of something else"):
-            verifier.require_signed(other, signature)
+            verifies.require_signed(other, signature)
     with pytest.raises(SecurityError, match="no driver has signed it"):
-        verifier.require_signed(STATEMENT, Signature(signature.certificate, b""))
+        verifies.require_signed(STATEMENT, Signature(signature.certificate, b""))
     for certificate in (b"", b"x" * 10_000):
         with pytest.raises(SecurityError, match="its signature cannot be read"):
-            verifier.require_signed(STATEMENT, Signature(certificate, signature.value))
+            verifies.require_signed(STATEMENT, Signature(certificate, signature.value))
 
 
 def test_a_stage_is_no_driver(certs: Path) -> None:
     signature = Signer(certs / "stage0").sign(STATEMENT)
     with pytest.raises(SecurityError, match="it is signed by stage 0, and not by a driver"):
-        Verifier(certs / "driver", None).require_signed(STATEMENT, signature)
+        verifier(certs, None).require_signed(STATEMENT, signature)
 
 
 def test_another_authority_has_issued_nothing(certs: Path, tmp_path: Path) -> None:
     other = issue(tmp_path / "other", "127.0.0.1")
     signature = Signer(other / "driver").sign(STATEMENT)
     with pytest.raises(SecurityError, match=r"no certificate of an authority in ca\.crt"):
-        Verifier(certs / "driver", None).require_signed(STATEMENT, signature)
+        verifier(certs, None).require_signed(STATEMENT, signature)
 
 
 def test_a_certificate_that_was_revoked_or_has_expired_signs_nothing(
@@ -63,11 +67,11 @@ def test_a_certificate_that_was_revoked_or_has_expired_signs_nothing(
     crl, authorities = certs / "ca.crl", (certs / "ca.crt").read_bytes()
     revocations = Revocations(crl.read_bytes(), authorities, crl)
     with pytest.raises(SecurityError, match="that has signed it is revoked"):
-        Verifier(certs / "stage0", revocations).require_signed(STATEMENT, signature)
+        verifier(certs, revocations).require_signed(STATEMENT, signature)
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=4000)
     monkeypatch.setattr(signatures, "datetime", SimpleNamespace(now=lambda zone: later))
     with pytest.raises(SecurityError, match="that has signed it has expired"):
-        Verifier(certs / "stage0", None).require_signed(STATEMENT, signature)
+        verifier(certs, None).require_signed(STATEMENT, signature)
 
 
 @pytest.mark.parametrize("kind", ["EC", "RSA", "Ed25519", "Ed448"])
@@ -106,7 +110,7 @@ def test_keys_of_other_certificate_makers_sign_as_well(certs: Path, kind: str) -
         with pytest.raises(SecurityError, match="another kind than EC, RSA and Ed25519"):
             Signer(folder).sign(STATEMENT)
         return
-    Verifier(folder, None).require_signed(STATEMENT, Signer(folder).sign(STATEMENT))
+    verifier(certs, None).require_signed(STATEMENT, Signer(folder).sign(STATEMENT))
 
 
 def test_an_authority_needs_a_list_if_there_are_any(certs: Path, tmp_path: Path) -> None:
@@ -119,10 +123,10 @@ def test_an_authority_needs_a_list_if_there_are_any(certs: Path, tmp_path: Path)
     both.mkdir()
     (both / "ca.crt").write_bytes(authorities + (certs / "ca.crt").read_bytes())
     with pytest.raises(SecurityError, match=r"ca\.crl has no list of the authority"):
-        Verifier(both, revocations).require_signed(
+        verifier(both, revocations).require_signed(
             STATEMENT, Signer(certs / "driver").sign(STATEMENT)
         )
-    Verifier(both, revocations).require_signed(STATEMENT, Signer(other / "driver").sign(STATEMENT))
+    verifier(both, revocations).require_signed(STATEMENT, Signer(other / "driver").sign(STATEMENT))
 
 
 def test_a_key_of_another_certificate_signs_nothing(certs: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_driver_that_was_taken_over_from_is_refused(memory: DriverMemory) -> N
 
 def test_a_job_that_another_driver_has_ended_does_not_begin_anew(memory: DriverMemory) -> None:
     memory.claim(NEXT)
-    memory.end(ENDED)
+    memory.end(SIGNED)
     assert memory.recall(is_claimed=False) == pb.RecallResponse(
         ended=[ENDED], about_signature=pb.Signature()
     )
@@ -169,7 +169,7 @@ def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
     run = pb.CompletedRun(job="job", job_id="a", signature=SIGNED, **last)
     assert memory.hold() == 0.0
     assert memory.recall(is_claimed=False).completed == run
-    memory.end(ENDED)
+    memory.end(SIGNED)
     clock.now += 59.0
     memory.claim(prepare(job="other", job_id="b"))
     assert memory.recall(is_claimed=True).completed == run
@@ -179,6 +179,6 @@ def test_a_run_that_was_completed_is_remembered_for_as_long_as_a_lost_one(
 
 def test_a_job_that_has_begun_anew_is_not_remembered_as_complete(memory: DriverMemory) -> None:
     memory.record(pb.RecordRequest(has_ended=True, summary="summary"))
-    memory.end(ENDED)
+    memory.end(SIGNED)
     memory.claim(prepare(job_id="b"))
     assert not memory.recall(is_claimed=True).HasField("completed")
