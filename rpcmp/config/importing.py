@@ -278,7 +278,7 @@ def held_by(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
     if isinstance(function, FunctionType):
         yield from function.__defaults__ or ()
-        for name in sorted(_names_in(function.__code__)):
+        for name in sorted(names_in(function.__code__)):
             found = function.__globals__.get(name)
             yield found
             if isinstance(found, list | tuple | dict):
@@ -288,6 +288,7 @@ def held_by(function: Any) -> Iterator[Any]:
 MAX_HELD = 1000
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes that code has, with that of functions within."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names}.union(*map(_names_in, inner))
+    return {*code.co_names}.union(*map(names_in, inner))

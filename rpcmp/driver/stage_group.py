@@ -39,6 +39,7 @@ from rpcmp.rpc.messages import (
     Trained,
 )
 from rpcmp.rpc.transport import Transport, results
+from rpcmp.worker.outer_variables import require_not_shared
 from rpcmp.worker.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -165,13 +166,15 @@ class StageGroup:
         Raises:
             StageError: the user's code raised at a stage.
             NonFiniteLossError: the loss is NaN or infinite, and not scaled.
+            ConfigError: two stages use a variable that only one process may change.
         """
         try:
             trained: list[Trained] = self._rounds.finish(started)
-        except JobError:
+            reports = {name: report for part in trained for name, report in part.reports.items()}
+            require_not_shared(reports)
+        except (ConfigError, JobError):
             self._clear_gradients()
             raise
-        reports = {name: report for part in trained for name, report in part.reports.items()}
         return Trained(microbatches.exact_sum(part.loss for part in trained), reports)
 
     def end_step(self, started: RoundHandle, loss: float) -> dict[str, StepReport]:
@@ -213,8 +216,10 @@ class StageGroup:
         Raises:
             StageError: the last step failed in a weight gradient or an optimizer.
         """
-        reports = self.workers.everywhere(Stage.settle)
-        return {name: report for name, report in reports.items() if report is not None}
+        answers = self.workers.everywhere(Stage.settle)
+        reports = {name: report for name, report in answers.items() if report is not None}
+        require_not_shared(reports)
+        return reports
 
     def evaluate(self, batch: Batch, step: int, own: Metrics | None = None) -> Evaluation:
         """Return the loss and metrics of a mini-batch; changes no parameters or gradients.

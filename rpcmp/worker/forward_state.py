@@ -1,22 +1,21 @@
-"""What the forwards of a stage change besides its parameters: buffers, and attributes of modules.
+"""What the forwards of a stage change besides its parameters: buffers, attributes, globals.
 
     training    an evaluation begins: copied      the evaluation ends: put back
     recompute   before the first forward: copied  put back for the second one, and what came after
-    snapshots   attributes that have changed are kept, as buffers are by a state dict
+    snapshots   what has changed is kept, as buffers are by a state dict
 
-Attributes are numbers, texts, tensors, and lists, dicts and sets of these, such as a hidden state
-that is carried from mini-batch to mini-batch, or a counter. What is of another class, such as a
-tokenizer, is taken for a constant.
+Attributes and globals are numbers, texts, tensors, and lists, dicts and sets of these, such as a
+hidden state that is carried from mini-batch to mini-batch, or a counter. What is of another class,
+such as a tokenizer, is taken for a constant.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy.random
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.pipelining import pytree
+from rpcmp.worker.outer_variables import StatePlace, is_library, variables_of
 
 OWN_FIELDS = frozenset(vars(nn.Module()))
 """Attributes that every module has: its parameters, its hooks, its mode."""
@@ -37,18 +37,6 @@ GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, t
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 SEVERAL = (list, tuple, dict, set, deque)
-
-
-class StatePlace(NamedTuple):
-    """Where something lies that a forward may change: `owner[key]`; `name` is for people."""
-
-    name: str
-    owner: dict[str, Any]
-    key: str
-
-    @property
-    def id(self) -> tuple[str, int]:
-        return self.key, id(self.owner)
 
 
 class StateCopy(NamedTuple):
@@ -146,7 +134,7 @@ class ForwardState:
         if self._known is None:
             before = {each.place.id for each in copies}
             for place in self._all():
-                if place.id not in before:
+                if place.id not in before and not place.is_outer:  # what it stood for is lost
                     place.owner.pop(place.key, None)
 
     def learn(self, before: Sequence[StateCopy]) -> None:
@@ -161,6 +149,44 @@ class ForwardState:
 
     def _all(self) -> list[StatePlace]:
         return [*_all_places(self._parts, self._objects)]
+
+
+class VariablesWatch:
+    """Tells in the first two steps which variables outside of modules a stage's code changes.
+
+    What is only filled in, as a cache is, has not changed.
+    """
+
+    def __init__(self, modules: Modules, objects: Sequence[tuple[str, Any]] = ()) -> None:
+        self._parts, self._objects, self._left = _parts(modules), objects, 2
+        self._before = self._contents()
+
+    def look(self) -> dict[str, bool] | None:
+        """Return whether each has changed since the last look, by name; None after two looks."""
+        if not self._left:
+            self._before = {}
+            return None
+        self._left -= 1
+        before, self._before = self._before, self._contents()
+        return {
+            name: name in before and not _is_filled_in(before[name], now)
+            for name, now in self._before.items()
+        }
+
+    def _contents(self) -> dict[str, Any]:
+        places = _outer_places(self._parts, self._objects)
+        return {each.name: _plain_of(_content(each.owner.get(each.key))) for each in places}
+
+
+def _is_filled_in(before: Any, now: Any) -> bool:
+    """Whether nothing is another than before, but what was not there."""
+    if before is None:
+        return True
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(key in now and _is_filled_in(each, now[key]) for key, each in before.items())
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_is_filled_in, before, now))
+    return _is_equal(before, now)
 
 
 PROBED = 256
@@ -265,6 +291,8 @@ class ChangedAttributes:
 
     def _new_place(self, name: str) -> StatePlace | None:
         """Return where an attribute belongs that only a forward makes."""
+        if ":" in name:
+            return None
         above, _, key = name.rpartition(".")
         owners = (part for prefix, part in self._parts if prefix == f"{above}." or prefix == above)
         part = next(owners, None)
@@ -282,22 +310,21 @@ def _parts(modules: Modules) -> list[tuple[str, nn.Module]]:
 def _all_places(
     parts: Iterable[tuple[str, nn.Module]], objects: Iterable[tuple[str, Any]]
 ) -> Iterator[StatePlace]:
+    parts = [*parts]
     yield from _places(parts)
     for name, value in objects:
         yield from _attributes(name, value)
-        yield from _globals(name, value)
+    yield from _outer_places(parts, objects)
 
 
-def _globals(name: str, function: Any) -> Iterator[StatePlace]:
-    """Yield the globals that a function's code has the names of, as far as they may change."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not isinstance(function, FunctionType):
-        function = vars(type(function)).get("__call__")
-    if isinstance(function, FunctionType):
-        for each in function.__code__.co_names:
-            if _is_plain(function.__globals__.get(each, function)):
-                yield StatePlace(f"{name}.{each}", function.__globals__, each)
+def _outer_places(
+    parts: Iterable[tuple[str, nn.Module]], objects: Iterable[tuple[str, Any]]
+) -> Iterator[StatePlace]:
+    for place in variables_of(each for _, each in (*parts, *objects)):
+        value = place.owner.get(place.key)
+        if _is_plain(value) or not is_library(type(value)):
+            for inner in _within(place, value):
+                yield inner._replace(is_outer=True)
 
 
 def _places(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[StatePlace]:

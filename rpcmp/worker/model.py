@@ -44,6 +44,7 @@ from rpcmp.worker.forward_state import (
     ParameterWatch,
     StateCopy,
     Stateful,
+    VariablesWatch,
     watch_parameters,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
@@ -131,6 +132,7 @@ class StageModel:
         self._before_evaluation: list[StateCopy] = []
         stateful = self._stateful()
         self.attributes = ChangedAttributes(stateful.modules, self.device, stateful.objects)
+        self.variables = VariablesWatch(*stateful) if config.num_stages > 1 else None
         self._base_names = config.base - self.foreign
         self._base_watch: ParameterWatch | None = None
         self._evaluation_watch: ParameterWatch | None = None

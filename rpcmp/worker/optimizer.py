@@ -67,7 +67,7 @@ class StageOptimizer(ComputeThreadOwner):
         self.stage = assignment.stage_name
         self._label = assignment.member.label
         self._after_step, self._before_step = after_step, model.put_back
-        self._loss_scale = loss_scale
+        self._loss_scale, self._variables = loss_scale, model.variables
         self.steps = 0
         self.report: StepReport | None = None
         self._compute = compute
@@ -267,7 +267,9 @@ class StageOptimizer(ComputeThreadOwner):
         self._after_step(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
-        self.report = StepReport(self.steps, *recorder.take(), self._learning_rates())
+        variables = None if self._variables is None else self._variables.look()
+        figures = *recorder.take(), self._learning_rates()
+        self.report = StepReport(self.steps, *figures, variables)
         return self.report
 
     def _require_frozen(self) -> None:

@@ -21,8 +21,8 @@ from rpcmp.worker.forward_state import (
     ForwardState,
     ParameterWatch,
     StateCopy,
-    StatePlace,
 )
+from rpcmp.worker.outer_variables import StatePlace
 from tests.zoo.surprises import CARRIED, Carrying
 
 CPU = torch.device("cpu")

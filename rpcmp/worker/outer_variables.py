@@ -1,0 +1,209 @@
+"""Variables outside of modules that their forwards, or a loss, reach by name.
+
+    calls = 0                   "models:calls", a global, of any file that is the user's
+    class Scaled(nn.Module):
+        seen = []               "models:Scaled.seen", of a class
+        def forward(self, x):
+            count()             functions, methods and hooks are followed, with their closures
+
+Each process has its own: layers in two stages that count with the same one would each count alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from rpcmp.config import importing
+from rpcmp.errors import ConfigError
+from rpcmp.rpc.messages import StepReport
+
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "rpcmp", "torch"}
+"""Packages whose variables are no part of what a user's code keeps."""
+
+MOST = 1000
+"""Functions that are followed."""
+
+
+class StatePlace(NamedTuple):
+    """Where something lies that a forward may change: `owner[key]`; `name` is for people.
+
+    Attributes:
+        is_outer: whether it is one of this module's variables. Those have the same name in all
+            processes, with a colon in it.
+    """
+
+    name: str
+    owner: MutableMapping[str, Any]
+    key: str
+    is_outer: bool = False
+
+    @property
+    def id(self) -> tuple[str, int]:
+        return self.key, id(getattr(self.owner, "target", self.owner))
+
+
+class Attributes(MutableMapping[str, Any]):
+    """The attributes of a class, or the content of a closure's cell, as a mapping.
+
+    Args:
+        target: whose they are; mappings of the same target hold the same variables.
+    """
+
+    def __init__(self, target: type | CellType) -> None:
+        self.target = target
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return getattr(self.target, key)
+        except (AttributeError, ValueError):  # ValueError: a cell is empty
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self.target, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        delattr(self.target, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dir(self.target))
+
+    def __len__(self) -> int:
+        return len(dir(self.target))
+
+
+def variables_of(callables: Iterable[Any]) -> list[StatePlace]:
+    """Return what modules, losses and functions reach; of no package in `LIBRARIES`."""
+    walk = _Walk()
+    for each in callables:
+        walk.follow(each)
+    return [*walk.found.values()]
+
+
+def require_not_shared(reports: Mapping[str, StepReport]) -> None:
+    """Check that no stage reaches a variable that another one changes.
+
+    Args:
+        reports: of a step, by stage.
+
+    Raises:
+        ConfigError: one does.
+    """
+    found = {stage: report.variables for stage, report in reports.items() if report.variables}
+    for changing, variables in found.items():
+        for name in (name for name, has_changed in variables.items() if has_changed):
+            if reading := next((s for s in found if s != changing and name in found[s]), None):
+                raise ConfigError(
+                    f"the stages {changing!r} and {reading!r} both use {name!r}, which changes "
+                    "with each forward: each process has its own, and so another than one process "
+                    "would have: let layers of one stage use it, and return what others need"
+                )
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: dict[str, StatePlace] = {}
+        self._seen: set[tuple[FunctionType, type | None]] = set()
+
+    def follow(self, value: Any) -> None:
+        """Go from a module or function to what it calls."""
+        kind = None if isinstance(value, FunctionType | MethodType) else type(value)
+        # A method's name in its class is looked up as a forward does it: with those of its bases.
+        stack = [(each, kind) for each in _entries(value)]
+        while stack and len(self._seen) < MOST:
+            function, kind = stack.pop()
+            if (function, kind) not in self._seen:
+                self._seen.add((function, kind))
+                stack += self._reached(function, kind)
+
+    def _reached(
+        self, function: FunctionType, kind: type | None
+    ) -> Iterator[tuple[FunctionType, type | None]]:
+        module = function.__globals__.get("__name__", "")
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            owner = Attributes(cell)
+            place = _variable(f"{module}:{function.__qualname__}.{name}", owner, "cell_contents")
+            yield from ((each, kind) for each in self._see(place, ()))
+        if _is_library(module):  # a decorator, which has the user's function in its closure
+            return
+        names = importing.names_in(function.__code__)
+        for name in sorted(names & function.__globals__.keys()):
+            place = _variable(f"{module}:{name}", function.__globals__, name)
+            yield from ((each, None) for each in self._see(place, names))
+        for base in _classes_of(kind):
+            yield from ((each, kind) for each in self._see_class(base, names))
+
+    def _see(self, place: StatePlace, names: Iterable[str]) -> Iterator[FunctionType]:
+        """Note a variable, or yield the functions that it stands for."""
+        value = place.owner.get(place.key)
+        if functions := [*_functions_of(value)]:
+            yield from functions
+        elif isinstance(value, ModuleType):
+            if not _is_library(value.__name__):
+                own = vars(value)
+                for name in sorted(own.keys() & names):
+                    inner = _variable(f"{value.__name__}:{name}", own, name)
+                    yield from self._see(inner, ())
+        elif isinstance(value, type):
+            yield from self._see_class(value, names)
+        elif not callable(value):
+            self.found.setdefault(place.name, place)
+
+    def _see_class(self, kind: type, names: Iterable[str]) -> Iterator[FunctionType]:
+        if not is_library(kind):
+            for name in sorted(vars(kind).keys() & names):
+                text = f"{kind.__module__}:{kind.__qualname__}.{name}"
+                yield from self._see(_variable(text, Attributes(kind), name), ())
+
+
+def _variable(name: str, owner: MutableMapping[str, Any], key: str) -> StatePlace:
+    return StatePlace(name, owner, key, is_outer=True)
+
+
+def _entries(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions that a call of it calls."""
+    if functions := [*_functions_of(value)]:
+        yield from functions
+        return
+    for base in _classes_of(type(value)):
+        for name in ("__call__", "forward"):
+            yield from _functions_of(vars(base).get(name))
+    if isinstance(value, nn.Module):
+        for each in (value._forward_pre_hooks, value._forward_hooks):
+            for hook in each.values():
+                yield from _entries(hook)
+        yield from _functions_of(vars(value).get("forward"))
+
+
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    match value:
+        case FunctionType():
+            yield value
+        case MethodType() | staticmethod() | classmethod():
+            yield from _functions_of(value.__func__)
+        case property():
+            yield from _functions_of(value.fget)
+        case functools.partial() | functools.cached_property():
+            yield from _functions_of(value.func)
+        case _ if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache
+            yield from _functions_of(value.__wrapped__)
+
+
+def _classes_of(kind: type | None) -> list[type]:
+    return [] if kind is None else [each for each in kind.__mro__ if not is_library(each)]
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class is of a package whose objects have no attributes of the user's: a lock's."""
+    return _is_library(kind.__module__)
+
+
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES

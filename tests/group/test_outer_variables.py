@@ -1,0 +1,94 @@
+"""Layers that count outside of themselves train as in plain PyTorch, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from rpcmp.config import importing, loader
+from rpcmp.config.schema import Config
+from rpcmp.errors import ConfigError
+from tests.support import plain
+from tests.support.localgroup import local_group
+from tests.support.processes import JobFolder
+from tests.zoo import counting
+
+JOB = """
+steps = 3
+num_microbatches = 1
+loss = "torch.nn:MSELoss"
+optimizer = { callable = "torch.optim:SGD", kwargs = { lr = 0.05 } }
+[model]
+layers = "tests.zoo.counting:layers"
+[data]
+train = "tests.zoo.surprises:pairs"
+batch_size = 8
+shuffle = false
+"""
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    counting.reset()
+    yield
+    counting.reset()
+
+
+def configured(job: JobFolder, kind: str, stages: int, *more: str) -> Config:
+    own = f'model.kwargs={{ kind = "{kind}" }}', f"model.num_stages={stages}"
+    return loader.load_config(job.config(JOB), [*own, *more])
+
+
+def require_plain(config: Config, kind: str) -> None:
+    """Check a run that evaluates against a plain loop that does not."""
+    assert config.data is not None
+    net = nn.Sequential(*(make() for _, make in counting.layers(kind)))
+    data = importing.create(config.data.train, "data.train")
+    loss = importing.load_function(config.loss, "loss")
+    expected = plain.train(net, loss, plain.mini_batches(data))
+    counting.reset()
+    with local_group(config) as local:
+        trained = local.train(evaluate=True)
+    assert plain.close(trained.losses, expected)
+
+
+EVALUATED = ["evaluate_every_steps=1", 'data.test="tests.zoo.surprises:pairs"']
+
+
+@pytest.mark.parametrize("kind", ["global", "class", "cache"])
+def test_layers_of_one_stage_count_as_one_process_does(job: JobFolder, kind: str) -> None:
+    require_plain(configured(job, kind, 1, *EVALUATED), kind)
+
+
+def test_a_cache_in_each_process_is_no_count(job: JobFolder) -> None:
+    require_plain(configured(job, "cache", 3, *EVALUATED), "cache")
+
+
+WARMING = 'loss="tests.zoo.counting:warming"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "name"),
+    [
+        ("global", [], "tests.zoo.counting:calls"),
+        ("class", [], "tests.zoo.counting:Counting.seen"),
+        ("warmth", [WARMING], "tests.zoo.counting:warmth"),
+    ],
+)
+def test_what_stages_would_count_each_alone_is_refused(
+    job: JobFolder, kind: str, more: list[str], name: str
+) -> None:
+    refused = f"both use '{name}', which changes with each forward: each process has its own"
+    with (
+        local_group(configured(job, kind, 3, *more)) as local,
+        pytest.raises(ConfigError, match=refused),
+    ):
+        local.train()
+
+
+def test_several_micro_batches_would_count_more_often(job: JobFolder) -> None:
+    config = configured(job, "global", 1, "num_microbatches=4")
+    with local_group(config) as local, pytest.raises(ConfigError, match="or a layer mixes"):
+        local.train()

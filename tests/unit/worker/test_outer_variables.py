@@ -1,0 +1,210 @@
+"""What a forward keeps outside of its module is found, put back, and goes on in another process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rpcmp.errors import ConfigError
+from rpcmp.rpc.messages import StepReport
+from rpcmp.rpc.tensors import decode_tree, encode_tree
+from rpcmp.worker.forward_state import ChangedAttributes, ForwardState, VariablesWatch
+from rpcmp.worker.outer_variables import require_not_shared, variables_of
+
+CPU = torch.device("cpu")
+
+FILE = """
+import functools, random
+import torch
+from torch import nn
+
+{above}
+
+class Counting(nn.Module):
+    {field} = {value}
+
+    def forward(self, x):
+        {forward}
+        return x * n
+
+    @property
+    def again(self):
+        {again}
+"""
+
+KINDS = {
+    "number": ("calls = 0", "global calls; calls += 1; n = calls"),
+    "text": ("text = ''", "global text; text += 'a'; n = len(text)"),
+    "none": ("last = None", "global last; n = 1 if last is None else last; last = 2 * n"),
+    "dict": ("KEPT = {'n': [0]}", "KEPT['n'][0] += 1; n = KEPT['n'][0]"),
+    "list": ("LOG = []", "LOG.append(1); n = len(LOG)"),
+    "tensor": ("TOTAL = torch.zeros(1)", "TOTAL.add_(1); n = TOTAL.clone()"),
+    "generator": ("DRAW = random.Random(1)", "n = DRAW.random()"),
+    "object": (
+        "class State:\n    def __init__(self): self.n = 0\nSTATE = State()",
+        "STATE.n += 1; n = STATE.n",
+    ),
+    "class": ("class Counts:\n    n = 0", "Counts.n += 1; n = Counts.n"),
+    "own class": ("", "type(self).field += 1; n = type(self).field"),
+    "property": ("calls = 0", "n = self.again"),
+    "function": (
+        "calls = 0\ndef count():\n    global calls\n    calls += 1\n    return calls",
+        "n = count()",
+    ),
+    "lambda": ("LOG = []", "n = (lambda: LOG.append(1) or len(LOG))()"),
+    "partial": (
+        "LOG = []\ndef add(x):\n    LOG.append(x)\n    return len(LOG)\n"
+        "count = functools.partial(add, 1)",
+        "n = count()",
+    ),
+    "closure": (
+        "def counter():\n    n = 0\n    def count():\n        nonlocal n\n        n += 1\n"
+        "        return n\n    return count\ncount = counter()",
+        "n = count()",
+    ),
+    "decorator": (
+        "def counted(function):\n    n = 0\n    @functools.wraps(function)\n"
+        "    def call():\n        nonlocal n\n        n += 1\n        return n * function()\n"
+        "    return call\n@torch.no_grad()\n@counted\ndef count():\n    return 2",
+        "n = count()",
+    ),
+    "module": ("import tests_of_counts", "tests_of_counts.calls += 1; n = tests_of_counts.calls"),
+}
+
+
+def process(kind: str) -> type[nn.Module]:
+    """Return the class of a file that was imported anew, as by another process."""
+    above, forward = KINDS[kind]
+    again = "global calls\ncalls += 1\nreturn calls" if kind == "property" else "return 0"
+    file = ModuleType("tests_of_counting")
+    text = FILE.format(
+        above=above,
+        field="field",
+        value="0",
+        forward=forward,
+        again=textwrap.indent(again, " " * 8).strip(),
+    )
+    exec(text, vars(file))
+    found: type[nn.Module] = file.Counting
+    return found
+
+
+@pytest.fixture(autouse=True)
+def other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be another file with a counter."""
+    monkeypatch.setitem(sys.modules, "tests_of_counts", ModuleType("tests_of_counts"))
+    monkeypatch.setattr(sys.modules["tests_of_counts"], "calls", 0, raising=False)
+
+
+def called(module: nn.Module, times: int) -> list[Tensor]:
+    return [module(torch.ones(2)) for _ in range(times)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_put_back_goes_on_as_if_nothing_had_been_between(kind: str) -> None:
+    module = process(kind)()
+    state = ForwardState([("layer.", module)])
+    before = state.copy()
+    first = called(module, 2)
+    assert not torch.equal(*first)
+    state.put_back(before)
+    again = called(module, 2)
+    assert all(map(torch.equal, first, again))
+    state.learn(before)
+    assert len(state.copy()) == 1
+    known = state.copy()
+    after = called(module, 2)
+    state.put_back(known)
+    assert all(map(torch.equal, called(module, 2), after))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_goes_on_from_a_snapshot(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = process(kind)()
+    attributes = ChangedAttributes([("layer.", module)], CPU)
+    assert attributes.read() == {}
+    called(module, 2)
+    tensors: dict[str, Tensor] = {}
+    tree = json.loads(json.dumps(encode_tree(attributes.read(), tensors)))
+    kept = {name: value.clone() for name, value in tensors.items()}
+    expected = called(module, 2)
+    monkeypatch.setattr(sys.modules["tests_of_counts"], "calls", 0)
+    new = process(kind)()
+    ChangedAttributes([("layer.", new)], CPU).restore(decode_tree(tree, kept))
+    assert all(map(torch.equal, called(new, 2), expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_changes_with_each_forward_is_seen_in_two_steps(kind: str) -> None:
+    module = process(kind)()
+    watch = VariablesWatch([("layer.", module)])
+    changes = []
+    for _ in range(2):
+        called(module, 1)
+        found = watch.look()
+        assert found is not None
+        changes.append([name for name, has_changed in found.items() if has_changed])
+    assert len(changes[1]) == 1  # in the first step a value may have been filled in
+    assert changes[1][0].partition(":")[0] in ("tests_of_counting", "tests_of_counts")
+    assert watch.look() is None
+
+
+def test_a_hook_that_counts_is_followed() -> None:
+    counts = [0]
+
+    def count(*_: Any) -> None:
+        counts[0] += 1
+
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(count)
+    state = ForwardState([("", module)])
+    before = state.copy()
+    called(module, 1)
+    assert counts == [1]
+    state.put_back(before)
+    assert counts == [0]
+
+
+CACHE: dict[int, Tensor] = {}
+TABLE: Tensor | None = None
+
+
+def cached(x: Tensor) -> Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.ones(1)
+    return CACHE.setdefault(len(CACHE), x) * TABLE
+
+
+def test_a_cache_is_filled_in_and_does_not_change() -> None:
+    watch = VariablesWatch([], [("loss", cached)])
+    found = []
+    for _ in range(2):
+        cached(torch.ones(1))
+        found.append(watch.look() or {})
+    assert not any(map(any, (each.values() for each in found)))
+    assert [{"CACHE", "TABLE"} <= {name.partition(":")[2] for name in each} for each in found]
+
+
+def test_packages_of_others_are_not_followed() -> None:
+    names = [each.name for each in variables_of([nn.Linear(2, 2), nn.LSTM(2, 2), torch.relu])]
+    assert names == []
+
+
+def test_a_variable_that_two_stages_use_and_one_changes_is_refused() -> None:
+    def report(variables: dict[str, bool] | None) -> StepReport:
+        return StepReport(1, {}, {}, [], variables)
+
+    own = report({"models:calls": True, "models:SIZE": False})
+    require_not_shared({"a": own, "b": report({"models:SIZE": False}), "c": report(None)})
+    with pytest.raises(ConfigError, match="stages 'a' and 'b' both use 'models:calls'"):
+        require_not_shared({"a": own, "b": report({"models:calls": False})})

@@ -1,0 +1,64 @@
+"""Layers that count their calls outside of themselves, and a loss that a layer reads from."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from tests.zoo.surprises import filled
+
+calls = 0
+warmth = 1.0
+TABLES: dict[int, int] = {}
+
+
+class Counting(nn.Module):
+    """Scales by one over how often a layer was called: by which count, says `kind`."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, filled(nn.Linear(4, 4), seed)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        if self.kind == "global":
+            return y / _count()
+        if self.kind == "class":
+            self.seen.append(1)
+            return y / len(self.seen)
+        if self.kind == "warmth":
+            return y * warmth
+        TABLES.setdefault(len(x), 2)  # a cache
+        return y / TABLES[len(x)]
+
+
+def _count() -> int:
+    global calls
+    calls += 1
+    return calls
+
+
+def warming(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a squared error; layers of the kind "warmth" then give more each time."""
+    global warmth
+    warmth += 0.1
+    return (outputs - targets).square().mean()
+
+
+def reset() -> None:
+    """Begin anew, as another process does."""
+    global calls, warmth
+    calls, warmth = 0, 1.0
+    Counting.seen.clear()
+    TABLES.clear()
+
+
+def layers(kind: str) -> list[tuple[str, Any]]:
+    return [
+        ("first", lambda: Counting(kind, 1)),
+        ("middle", lambda: Counting(kind, 2)),
+        ("head", lambda: filled(nn.Linear(4, 1), 3)),
+    ]
