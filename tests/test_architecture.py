@@ -177,11 +177,11 @@ ENTRIES = ("cli.serve", "job.training_run", "worker.process", "driver.process")
 
 AT_MOST = {
     "modules that serve and drive": (
-        230,
+        232,
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines that serve and drive": (
-        53_700,
+        53_900,
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines of the top": (590, ""),
@@ -215,7 +215,7 @@ AT_MOST = {
     ),
     "lines of tools": (5_760, "verify trains on whole mini-batches as well"),
     "lines of worker": (
-        8_370,
+        8_500,
         "a forward's state, also outside of modules, is put back; objective and cut are proven",
     ),
 }

@@ -205,7 +205,7 @@ def _state(module: nn.Module) -> dict[str, tuple[str, Any]]:
         own = {key: value for key, value in vars(part).items() if key not in OWN_FIELDS}
         for key, value in own.items():
             found[f"{path}.{key}" if path else key] = _value(value, MAX_DEPTH)
-        kinds |= dict.fromkeys(kind for kind in type(part).__mro__ if _is_users(kind))
+        kinds |= dict.fromkeys(kind for kind in type(part).__mro__ if is_users_own(kind))
     for kind in kinds:
         found |= _class_state(kind)
     of_classes = [kind.__module__ for kind in kinds if kind.__module__ in sys.modules]
@@ -236,7 +236,7 @@ OURS = ("rpcmp", "tests", "_", "pytest", "conftest")
 """Beginnings of names of modules that no job's code is in, or whose counters are their own."""
 
 
-def _is_users(kind: type) -> bool:
+def is_users_own(kind: type) -> bool:
     """Whether a class is the user's own: those of packages have counters of their own."""
     return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
 

@@ -25,8 +25,9 @@ from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch, Stateful
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.objective import Objective
+from rpcmp.worker.state_places import Stateful
 
 LOSS = "loss"
 """The name of a loss with parameters, among the layers of its stage."""

@@ -43,11 +43,11 @@ from rpcmp.worker.forward_state import (
     ForwardState,
     ParameterWatch,
     StateCopy,
-    Stateful,
     VariablesWatch,
     watch_parameters,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
+from rpcmp.worker.state_places import Stateful, hidden_parameters, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ class StageModel:
         self.variables = VariablesWatch(*stateful) if config.num_stages > 1 else None
         self._base_names = config.base - self.foreign
         self._base_watch: ParameterWatch | None = None
+        self.hidden = hidden_parameters(parts_of(stateful.modules), stateful.objects)
         self._evaluation_watch: ParameterWatch | None = None
 
     def _store(self, loss: nn.Module | None) -> None:
@@ -185,12 +186,18 @@ class StageModel:
             )
 
     def require_unchanged_base(self) -> None:
-        """Check that no forward has changed the frozen weights that only `init` has.
+        """Check that no forward has changed weights that no snapshot has: frozen or hidden ones.
 
         Raises:
             ConfigError: it has, and neither a snapshot nor a checkpoint would have them.
         """
         if self._base_watch is not None and (changed := self._base_watch.changed()):
+            if changed in self.hidden:
+                raise ConfigError(
+                    f"the forward changes {changed!r}, a parameter of a module that is none of "
+                    "torch's submodules, so no snapshot and no checkpoint has it: let the layer "
+                    "have it as an attribute, with requires_grad_(False)"
+                )
             raise ConfigError(
                 f"the forward changes {changed!r}, which is frozen and part of what "
                 "rpcmp.from_init builds: no snapshot and no checkpoint has it; build what changes "
@@ -199,7 +206,8 @@ class StageModel:
 
     def _watch_base(self) -> ParameterWatch:
         named = self.named_parameters()
-        return ParameterWatch({name: each for name, each in named if name in self._base_names})
+        base = {name: each for name, each in named if name in self._base_names}
+        return ParameterWatch(base | self.hidden)
 
     def watch(self) -> ParameterWatch:
         """Watch the parameters; see `watch_parameters`."""

@@ -68,6 +68,7 @@ class StageOptimizer(ComputeThreadOwner):
         self._label = assignment.member.label
         self._after_step, self._before_step = after_step, model.put_back
         self._loss_scale, self._variables = loss_scale, model.variables
+        self._hidden_parameters = model.hidden
         self.steps = 0
         self.report: StepReport | None = None
         self._compute = compute
@@ -255,6 +256,7 @@ class StageOptimizer(ComputeThreadOwner):
         if not self.steps:
             self._tell_untrained()
         try:
+            self._require_no_hidden_gradient()
             self._before_step()  # a replica may have had no forward since an evaluation
             self._require_frozen()
         except ConfigError as error:
@@ -279,6 +281,16 @@ class StageOptimizer(ComputeThreadOwner):
                 f"{some_of(thawed)}: frozen when the stage was built, and trained since step "
                 f"{self.steps + 1}, by no optimizer: let requires_grad be as it is from the start, "
                 "with a rate of zero until then, or --resume with other frozen parameters"
+            )
+
+    def _require_no_hidden_gradient(self) -> None:
+        """Refuse a parameter that is trained in one process, by a module of another stage."""
+        hidden, self._hidden_parameters = self._hidden_parameters, {}  # a look at the first step
+        if names := [name for name, each in hidden.items() if each.grad is not None]:
+            raise ConfigError(
+                f"a gradient has come to {some_of(names)}, of modules that the layers of this "
+                "stage reach and have not, so no optimizer trains them: let a layer have them as "
+                "attributes, and `tied` name them if several layers do, or freeze them"
             )
 
     def _tell_untrained(self) -> None:

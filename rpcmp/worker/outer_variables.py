@@ -77,11 +77,15 @@ class Attributes(MutableMapping[str, Any]):
         return len(dir(self.target))
 
 
-def variables_of(callables: Iterable[Any]) -> list[StatePlace]:
-    """Return what modules, losses and functions reach; of no package in `LIBRARIES`."""
+def variables_of(callables: Iterable[tuple[str, Any]]) -> list[StatePlace]:
+    """Return what modules, losses and functions reach; of no package in `LIBRARIES`.
+
+    Args:
+        callables: each with its name.
+    """
     walk = _Walk()
-    for each in callables:
-        walk.follow(each)
+    for name, each in callables:
+        walk.follow(name, each)
     return [*walk.found.values()]
 
 
@@ -105,81 +109,95 @@ def require_not_shared(reports: Mapping[str, StepReport]) -> None:
                 )
 
 
+Step = tuple[FunctionType, str, bool, type | None]
+"""A function on the way: how it was reached, whether all processes have that name, and the
+class whose methods it may call."""
+
+
 class _Walk:
     def __init__(self) -> None:
         self.found: dict[str, StatePlace] = {}
         self._seen: set[tuple[FunctionType, type | None]] = set()
 
-    def follow(self, value: Any) -> None:
+    def follow(self, name: str, value: Any) -> None:
         """Go from a module or function to what it calls."""
-        kind = None if isinstance(value, FunctionType | MethodType) else type(value)
-        # A method's name in its class is looked up as a forward does it: with those of its bases.
-        stack = [(each, kind) for each in _entries(value)]
+        stack = [*_entries(name, value)]
         while stack and len(self._seen) < MOST:
-            function, kind = stack.pop()
+            function, path, is_outer, kind = stack.pop()
             if (function, kind) not in self._seen:
                 self._seen.add((function, kind))
-                stack += self._reached(function, kind)
+                stack += self._reached(function, path, is_outer, kind)
 
     def _reached(
-        self, function: FunctionType, kind: type | None
-    ) -> Iterator[tuple[FunctionType, type | None]]:
+        self, function: FunctionType, path: str, is_outer: bool, kind: type | None
+    ) -> Iterator[Step]:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            place = StatePlace(f"{path}.{name}", Attributes(cell), "cell_contents", is_outer)
+            yield from self._see(place, (), kind)
         module = function.__globals__.get("__name__", "")
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            owner = Attributes(cell)
-            place = _variable(f"{module}:{function.__qualname__}.{name}", owner, "cell_contents")
-            yield from ((each, kind) for each in self._see(place, ()))
         if _is_library(module):  # a decorator, which has the user's function in its closure
             return
         names = importing.names_in(function.__code__)
         for name in sorted(names & function.__globals__.keys()):
-            place = _variable(f"{module}:{name}", function.__globals__, name)
-            yield from ((each, None) for each in self._see(place, names))
+            place = StatePlace(f"{module}:{name}", function.__globals__, name, True)
+            yield from self._see(place, names)
         for base in _classes_of(kind):
-            yield from ((each, kind) for each in self._see_class(base, names))
+            yield from self._see_class(base, names, kind)
 
-    def _see(self, place: StatePlace, names: Iterable[str]) -> Iterator[FunctionType]:
+    def _see(
+        self, place: StatePlace, names: Iterable[str], kind: type | None = None
+    ) -> Iterator[Step]:
         """Note a variable, or yield the functions that it stands for."""
         value = place.owner.get(place.key)
         if functions := [*_functions_of(value)]:
-            yield from functions
+            for each in functions:
+                yield (each, place.name, place.is_outer, kind)
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__):
                 own = vars(value)
                 for name in sorted(own.keys() & names):
-                    inner = _variable(f"{value.__name__}:{name}", own, name)
-                    yield from self._see(inner, ())
+                    yield from self._see(
+                        StatePlace(f"{value.__name__}:{name}", own, name, True), ()
+                    )
         elif isinstance(value, type):
             yield from self._see_class(value, names)
-        elif not callable(value):
+        else:
             self.found.setdefault(place.name, place)
 
-    def _see_class(self, kind: type, names: Iterable[str]) -> Iterator[FunctionType]:
-        if not is_library(kind):
-            for name in sorted(vars(kind).keys() & names):
-                text = f"{kind.__module__}:{kind.__qualname__}.{name}"
-                yield from self._see(_variable(text, Attributes(kind), name), ())
+    def _see_class(
+        self, owner: type, names: Iterable[str], kind: type | None = None
+    ) -> Iterator[Step]:
+        if not is_library(owner):
+            for name in sorted(vars(owner).keys() & names):
+                place = StatePlace(_path_of(owner, name), Attributes(owner), name, True)
+                yield from self._see(place, (), kind)
 
 
-def _variable(name: str, owner: MutableMapping[str, Any], key: str) -> StatePlace:
-    return StatePlace(name, owner, key, is_outer=True)
-
-
-def _entries(value: Any) -> Iterator[FunctionType]:
+def _entries(name: str, value: Any) -> Iterator[Step]:
     """Yield the functions that a call of it calls."""
     if functions := [*_functions_of(value)]:
-        yield from functions
+        kind = type(value.__self__) if isinstance(value, MethodType) else None
+        for each in functions:
+            path = f"{each.__globals__.get('__name__')}:{each.__qualname__}"
+            is_outer = "<locals>" not in path
+            yield each, path if is_outer else f"{name}{each.__qualname__}", is_outer, kind
         return
-    for base in _classes_of(type(value)):
-        for name in ("__call__", "forward"):
-            yield from _functions_of(vars(base).get(name))
+    kind = type(value)
+    for base in _classes_of(kind):
+        for method in ("__call__", "forward"):
+            for each in _functions_of(vars(base).get(method)):
+                yield (each, _path_of(base, method), True, kind)
     if isinstance(value, nn.Module):
-        for each in (value._forward_pre_hooks, value._forward_hooks):
-            for hook in each.values():
-                yield from _entries(hook)
-        yield from _functions_of(vars(value).get("forward"))
+        for hooks in (value._forward_pre_hooks, value._forward_hooks):
+            for number, hook in hooks.items():
+                yield from _entries(f"{name}hook {number}.", hook)
+        for each in _functions_of(vars(value).get("forward")):
+            yield (each, f"{name}forward", False, kind)
+
+
+def _path_of(kind: type, name: str) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}.{name}"
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:

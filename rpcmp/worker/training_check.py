@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import GENERATORS, ForwardState, ParameterWatch
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.objective import joined, own_tape
+from rpcmp.worker.state_values import GENERATORS
 
 log = logging.getLogger(__name__)
 

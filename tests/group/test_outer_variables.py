@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch import nn
 
 from rpcmp.config import importing, loader
 from rpcmp.config.schema import Config
-from rpcmp.errors import ConfigError
+from rpcmp.errors import ConfigError, JobError
 from tests.support import plain
 from tests.support.localgroup import local_group
 from tests.support.processes import JobFolder
@@ -41,10 +42,10 @@ def configured(job: JobFolder, kind: str, stages: int, *more: str) -> Config:
     return loader.load_config(job.config(JOB), [*own, *more])
 
 
-def require_plain(config: Config, kind: str) -> None:
+def require_plain(config: Config, kind: str, layers: Any = counting.layers) -> None:
     """Check a run that evaluates against a plain loop that does not."""
     assert config.data is not None
-    net = nn.Sequential(*(make() for _, make in counting.layers(kind)))
+    net = nn.Sequential(*(make() for _, make in layers(kind)))
     data = importing.create(config.data.train, "data.train")
     loss = importing.load_function(config.loss, "loss")
     expected = plain.train(net, loss, plain.mini_batches(data))
@@ -85,6 +86,26 @@ def test_what_stages_would_count_each_alone_is_refused(
         local_group(configured(job, kind, 3, *more)) as local,
         pytest.raises(ConfigError, match=refused),
     ):
+        local.train()
+
+
+BORROWING = 'model.layers="tests.zoo.counting:borrowing"'
+
+
+def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(job: JobFolder) -> None:
+    require_plain(configured(job, "as it is", 1, BORROWING), "as it is", counting.borrowing)
+    refused = "a gradient has come to middle.others.0.weight, of modules that the layers of this"
+    with (
+        local_group(configured(job, "as it is", 3, BORROWING)) as local,
+        pytest.raises(JobError, match=refused),
+    ):
+        local.train()
+
+
+def test_a_weight_that_is_hidden_and_moves_is_refused(job: JobFolder) -> None:
+    refused = "the forward changes 'middle.others.0.weight', a parameter of a module that is none"
+    config = configured(job, "moving", 1, BORROWING)
+    with local_group(config) as local, pytest.raises(JobError, match=refused):
         local.train()
 
 

@@ -56,6 +56,32 @@ def reset() -> None:
     TABLES.clear()
 
 
+class Borrowing(nn.Module):
+    """Reads the weight of another layer, which it hides from torch; "moving": and moves its own."""
+
+    def __init__(self, other: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.others, self.kind = [other], kind
+        if kind == "moving":
+            self.others = [filled(nn.Linear(4, 4), 5).requires_grad_(False)]  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (other,) = self.others
+        if self.kind == "moving":
+            other.weight.data.mul_(0.9)
+        return x @ other.weight
+
+
+def borrowing(kind: str) -> list[tuple[str, Any]]:
+    first = nn.Linear(4, 4)
+    filled(first)
+    return [
+        ("first", lambda: first),
+        ("middle", lambda: Borrowing(first, kind)),
+        ("head", lambda: filled(nn.Linear(4, 1), 3)),
+    ]
+
+
 def layers(kind: str) -> list[tuple[str, Any]]:
     return [
         ("first", lambda: Counting(kind, 1)),

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import math
-import random
-from collections import Counter, deque
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,9 +15,7 @@ from rpcmp.worker.forward_state import (
     ChangedAttributes,
     ForwardState,
     ParameterWatch,
-    StateCopy,
 )
-from rpcmp.worker.outer_variables import StatePlace
 from tests.zoo.surprises import CARRIED, Carrying
 
 CPU = torch.device("cpu")
@@ -73,39 +66,6 @@ class Odd(nn.Module):
         self.value = value
 
 
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (lambda: deque([1], maxlen=3), lambda value: value.append(2)),
-        (lambda: {1}, lambda value: value.add(2)),
-        (lambda: {7: [1.0]}, lambda value: value[7].append(2.0)),
-        (lambda: Counter("a"), lambda value: value.update("ab")),
-        (lambda: numpy.zeros(3), lambda value: value.__setitem__(1, 2.0)),
-        (lambda: torch.Generator().manual_seed(1), lambda value: torch.rand(3, generator=value)),
-        (lambda: random.Random(1), lambda value: value.random()),
-        (lambda: numpy.random.RandomState(1), lambda value: value.rand()),
-        (lambda: torch.zeros(3).to(torch.float8_e5m2), lambda value: value.fill_(1.0)),
-    ],
-)
-def test_values_of_many_kinds_are_put_back_and_kept(make: Any, change: Any) -> None:
-    module, new = Odd(make()), Odd(make())
-    attributes = ChangedAttributes([("layer.", module)], CPU)
-    state = ForwardState([("layer.", module)])
-    before = state.copy()
-    change(module.value)
-    assert [each.has_new_value for each in before] == [True]
-    after = state.copy()
-    state.put_back(before)
-    assert not any(each.has_new_value for each in before)
-    change(module.value)
-    assert not any(each.has_new_value for each in after)
-    tensors: dict[str, Tensor] = {}
-    tree = json.loads(json.dumps(encode_tree(attributes.read(), tensors)))
-    ChangedAttributes([("layer.", new)], CPU).restore(decode_tree(tree, tensors))
-    there = StateCopy(StatePlace("", vars(new), "value"), new.value, after[0].content)
-    assert not there.has_new_value
-
-
 def test_what_no_snapshot_can_hold_is_named(caplog: pytest.LogCaptureFixture) -> None:
     module = Odd(1j)
     attributes = ChangedAttributes([("layer.", module)], CPU)
@@ -113,12 +73,6 @@ def test_what_no_snapshot_can_hold_is_named(caplog: pytest.LogCaptureFixture) ->
     for _ in range(2):
         assert attributes.read() == {}
     assert caplog.text.count("changes 'layer.value', where it keeps complex") == 1
-
-
-def test_loggers_and_modules_are_no_state() -> None:
-    module = Odd([])
-    vars(module).update(logger=logging.getLogger("odd"), library=math)
-    assert {each.place.name for each in ForwardState([("", module)]).copy()} == {"value"}
 
 
 def test_a_parameter_that_was_changed_by_its_data_is_found() -> None:

@@ -47,6 +47,12 @@ KINDS = {
     "list": ("LOG = []", "LOG.append(1); n = len(LOG)"),
     "tensor": ("TOTAL = torch.zeros(1)", "TOTAL.add_(1); n = TOTAL.clone()"),
     "generator": ("DRAW = random.Random(1)", "n = DRAW.random()"),
+    "count": ("import itertools\nCALLS = itertools.count(1)", "n = next(CALLS)"),
+    "callable": (
+        "class Calls:\n    def __init__(self): self.n = 0\n"
+        "    def __call__(self):\n        self.n += 1\n        return self.n\ncount = Calls()",
+        "n = count()",
+    ),
     "object": (
         "class State:\n    def __init__(self): self.n = 0\nSTATE = State()",
         "STATE.n += 1; n = STATE.n",
@@ -99,7 +105,9 @@ def process(kind: str) -> type[nn.Module]:
 @pytest.fixture(autouse=True)
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let there be another file with a counter."""
-    monkeypatch.setitem(sys.modules, "tests_of_counts", ModuleType("tests_of_counts"))
+    for name in ("tests_of_counting", "tests_of_counts"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules[name], "__file__", __file__, raising=False)
     monkeypatch.setattr(sys.modules["tests_of_counts"], "calls", 0, raising=False)
 
 
@@ -174,6 +182,36 @@ def test_a_hook_that_counts_is_followed() -> None:
     assert counts == [0]
 
 
+def counting_calls() -> nn.Module:
+    """Return a layer with a counter of its own, in a closure."""
+    calls = 0
+    module = nn.Identity()
+
+    def forward(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x / calls
+
+    module.forward = forward  # type: ignore[assignment,method-assign]
+    return module
+
+
+def test_a_closure_of_each_layer_is_the_layers_own() -> None:
+    """Two of them are two counters, in one process as in several."""
+    layers = [("first.", counting_calls()), ("second.", counting_calls())]
+    state = ForwardState(layers)
+    before = state.copy()
+    for _, layer in layers:
+        called(layer, 2)
+    names = [each.place.name for each in before if each.has_changed]
+    assert names == ["first.forward.calls", "second.forward.calls"]
+    state.put_back(before)
+    assert [called(layer, 2)[1][0].item() for _, layer in layers] == [0.5, 0.5]
+    watch = VariablesWatch(layers)
+    called(layers[0][1], 1)
+    assert watch.look() == {}
+
+
 CACHE: dict[int, Tensor] = {}
 TABLE: Tensor | None = None
 
@@ -196,8 +234,8 @@ def test_a_cache_is_filled_in_and_does_not_change() -> None:
 
 
 def test_packages_of_others_are_not_followed() -> None:
-    names = [each.name for each in variables_of([nn.Linear(2, 2), nn.LSTM(2, 2), torch.relu])]
-    assert names == []
+    own = [("linear.", nn.Linear(2, 2)), ("lstm.", nn.LSTM(2, 2)), ("relu", torch.relu)]
+    assert variables_of(own) == []
 
 
 def test_a_variable_that_two_stages_use_and_one_changes_is_refused() -> None:

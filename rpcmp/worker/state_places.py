@@ -1,0 +1,148 @@
+"""Where the forwards of modules may keep something: buffers, attributes, variables outside of them.
+
+A module that another one hides from torch, in a list or an attribute of an attribute, is looked
+into as well: nothing else finds its buffers, and nobody trains its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from rpcmp.splitting.side_effects import OWN_FIELDS, is_users_own
+from rpcmp.worker.outer_variables import StatePlace, is_library, variables_of
+from rpcmp.worker.state_values import is_plain
+
+OWN_PREFIX = "_split_"
+"""Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""
+
+CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+
+HIDDEN = (nn.Module, nn.Parameter)
+
+Modules = Sequence[tuple[str, nn.Module]]
+"""Modules with a prefix of their names, such as "encoder."; several may have the same."""
+
+Objects = Sequence[tuple[str, Any]]
+"""Others that have attributes, by name."""
+
+
+class Stateful(NamedTuple):
+    """What may have a state: modules, and others that have attributes, by name."""
+
+    modules: Modules
+    objects: Objects = ()
+
+
+def parts_of(modules: Modules) -> list[tuple[str, nn.Module]]:
+    """Return modules and all that they have, each with the prefix of its names."""
+    return [
+        (f"{prefix}{path}." if path else prefix, part)
+        for prefix, module in modules
+        for path, part in module.named_modules()
+    ]
+
+
+def places_of(parts: Modules, objects: Objects) -> Iterator[StatePlace]:
+    """Yield buffers, attributes and outer variables, as far as they may change."""
+    return _places(_Look(parts), parts, objects)
+
+
+def outer_places(parts: Modules, objects: Objects) -> Iterator[StatePlace]:
+    """Yield the outer variables alone."""
+    return (place for place in _outer(_Look(parts), parts, objects) if place.is_outer)
+
+
+def hidden_parameters(parts: Modules, objects: Objects) -> dict[str, nn.Parameter]:
+    """Return the parameters that modules reach and have not, by name."""
+    look = _Look(parts)
+    for _ in _places(look, parts, objects):
+        pass
+    return look.hidden
+
+
+def _places(look: _Look, parts: Modules, objects: Objects) -> Iterator[StatePlace]:
+    for prefix, part in parts:
+        yield from look.into_module(prefix, part)
+    for name, value in objects:
+        yield from look.into_attributes(name, value)
+    yield from _outer(look, parts, objects)
+
+
+def _outer(look: _Look, parts: Modules, objects: Objects) -> Iterator[StatePlace]:
+    for place in variables_of((*parts, *objects)):
+        value = place.owner.get(place.key)
+        if is_plain(value) or isinstance(value, HIDDEN) or not is_library(type(value)):
+            for inner in look.into(place, value):
+                yield inner._replace(is_outer=place.is_outer)
+
+
+class _Look:
+    """Looks into values.
+
+    Attributes:
+        hidden: parameters of modules that are found and are none of those that it was given.
+    """
+
+    def __init__(self, parts: Modules) -> None:
+        self.hidden: dict[str, nn.Parameter] = {}
+        self._known = {id(part) for _, part in parts}
+        self._known |= {id(each) for _, part in parts for each in part._parameters.values()}
+
+    def into_module(self, prefix: str, part: nn.Module) -> Iterator[StatePlace]:
+        for name in part._buffers:
+            yield StatePlace(prefix + name, part._buffers, name)
+        for name, value in list(vars(part).items()):
+            if name not in OWN_FIELDS and not name.startswith(OWN_PREFIX):
+                yield from self.into(StatePlace(prefix + name, vars(part), name), value)
+
+    def into(self, place: StatePlace, value: Any, depth: int = 3) -> Iterator[StatePlace]:
+        """Yield a place, or those of what is inside of its value."""
+        match value:
+            case _ if is_plain(value):
+                yield place
+            case nn.Parameter():
+                self._hide(place.name, value)
+            case nn.Module():
+                yield from self._into_hidden(place.name, value)
+            case list() | tuple() | dict() if depth:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, each in list(items):
+                    if not is_plain(each):
+                        inner = place._replace(name=f"{place.name}.{key}")
+                        yield from self.into(inner, each, depth - 1)
+            case _ if depth and not _is_code(value):
+                yield from self.into_attributes(place.name, value, depth - 1)
+
+    def into_attributes(self, name: str, value: Any, depth: int = 1) -> Iterator[StatePlace]:
+        for key, each in list(getattr(value, "__dict__", {}).items()):
+            yield from self.into(StatePlace(f"{name}.{key}", vars(value), key), each, depth)
+
+    def _into_hidden(self, name: str, module: nn.Module) -> Iterator[StatePlace]:
+        for prefix, part in parts_of([(f"{name}.", module)]):
+            if id(part) not in self._known:
+                self._known.add(id(part))
+                for key, each in part._parameters.items():
+                    if each is not None:
+                        self._hide(prefix + key, each)
+                yield from self.into_module(prefix, part)
+
+    def _hide(self, name: str, parameter: nn.Parameter) -> None:
+        if id(parameter) not in self._known:
+            self._known.add(id(parameter))
+            self.hidden[name] = parameter
+
+
+def _is_code(value: Any) -> bool:
+    """Whether something has no attributes that a forward would keep a state in.
+
+    What can be called is of the user's own classes, or as large as a tokenizer.
+    """
+    if isinstance(value, (*CODE, logging.Logger)):
+        return True
+    return callable(value) and not is_users_own(type(value))
