@@ -210,7 +210,9 @@ class Relay:
 
     async def _serve(self, incoming: IncomingConnection, greeting: Mapping[str, Any]) -> None:
         peer = self._member(incoming, greeting)
-        if greeting.get("op") != "wait":
+        if (op := greeting.get("op")) not in ("connect", "wait"):
+            raise RelayError(f"{peer.label} asks for {op!r}, which nobody knows")
+        if op == "connect":
             if self._open[peer.name] >= MAX_OPEN:  # each may have a message in our memory
                 raise RelayError(f"{peer.label} has {MAX_OPEN} connections here already")
             self._open[peer.name] += 1

@@ -257,7 +257,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         return pb.MirrorResponse(generation=claim.generation)
 
     async def Check(self, request: pb.CheckRequest, grpc_context: GrpcContext) -> pb.CheckResponse:
-        paths = [self._server.snapshot_store.require_ours(file.path) for file in request.files]
+        paths = [self._server.snapshot_store.named(file.path) for file in request.files]
         states = [
             await asyncio.to_thread(files.check, path, file.sha256, file.size)
             for path, file in zip(paths, request.files, strict=True)
@@ -275,7 +275,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
             self._server.claimed_by(head.job_id, head.generation)  # it may have taken long
             kept.weights_key = head.file.sha256
         else:
-            path = self._store_of(head.job_id).require_ours(head.file.path)
+            path = self._store_of(head.job_id).named(head.file.path)
             await receive_file(data, path, head.file.size)
         return pb.PutResponse()
 

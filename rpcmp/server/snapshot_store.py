@@ -72,6 +72,7 @@ class SnapshotStore:
         self.acknowledged: Callable[[int], None] = lambda step: None
         self._last_acknowledged = self._cut = 0
         self._folder: FolderOrReason = NO_FOLDER
+        self._named: set[Path] = set()
         self._target: FolderOrReason = NO_FOLDER
         self._saves_mirror = False
         self._copies_ahead = 0
@@ -116,6 +117,12 @@ class SnapshotStore:
         require_name(place.parts[len(self._folder.parts) :])
         return place
 
+    def named(self, path: str) -> Inside:
+        """Return the path of a file that the driver names, which its peers may read from now on."""
+        place = self.require_ours(path)
+        self._named.add(place.real)
+        return place
+
     async def clear(self) -> None:
         """Drop everything, once saves that are under way have finished."""
         # Until then its memory must neither hold another snapshot nor go back to the system.
@@ -125,6 +132,7 @@ class SnapshotStore:
         self.mirror, self.former_mirrors = None, []
         self.job_id = self.stage_name = ""
         self._folder = self._target = NO_FOLDER
+        self._named.clear()
         self.slots.free_memory()
         self.parts.free()
         await self.notify()
@@ -227,6 +235,8 @@ class SnapshotStore:
         """Yield the description of a snapshot, and then its bytes; or a checkpoint's file."""
         if request.path:
             path = self.require_ours(request.path)
+            if path.real not in self._named:  # such as another run's, which may be secret
+                raise CheckpointError(f"the driver has named no file {path} for others to read")
             try:
                 async for data in files.parts(path):
                     yield pb.FetchResponse(data=data)

@@ -231,6 +231,12 @@ def test_a_job_cannot_read_or_write_files_outside_its_folder(
         snapshots.Put(iter(puts), timeout=120)
         fetched = snapshots.Fetch(_wanted(job, file.path), timeout=120)
         assert b"".join(part.data for part in fetched) == b"ours"
+        with pytest.raises(grpc.RpcError, match="the driver has named no file"):  # of another run
+            list(snapshots.Fetch(_wanted(job, str(ours)), timeout=120))
+        named = pb.CheckpointFile(path=str(ours), size=4)
+        snapshots.Check(pb.CheckRequest(files=[named]), timeout=120)
+        fetched = snapshots.Fetch(_wanted(job, str(ours)), timeout=120)
+        assert b"".join(part.data for part in fetched) == b"ours"
         control.Stop(pb.StopRequest(job_id=job.job_id, generation=1), timeout=120)
     assert (base / "canary").read_text() == "SECRET"
     assert sorted(path.name for path in base.iterdir()) == ["canary", "saved"]

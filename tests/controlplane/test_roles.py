@@ -136,6 +136,10 @@ async def test_describe_reveals_no_more_to_a_stage_than_health(tmp_path: Path, c
 @in_event_loop
 async def test_a_member_can_read_its_groups_data(tmp_path: Path, certs: Path) -> None:
     async with running_job(tmp_path, certs) as job:
+        with pytest.raises(RpcmpError, match="the driver has named no file"):
+            await job.fetch("stage1", path=str(job.file))
+        named = pb.CheckRequest(files=[pb.CheckpointFile(path=str(job.file))])
+        await job.ask("driver", lambda client: client.check(named))
         for count, name in enumerate(["stage0", "stage1", "spare"], start=1):
             assert await job.fetch(name, path=str(job.file)) == job.file.stat().st_size
             added = await job.ask(name, lambda one: one.store_add(job.identity, "members", 1))
@@ -183,6 +187,8 @@ async def test_a_relay_connection_has_the_identity_of_its_own_certificate(
             ("stage1", "wait", "driver"),
             ("stage1", "wait", "stage1:0"),
             ("driver", "connect", "stage1:0"),
+            ("driver", "other", "driver"),
+            ("stage1", "other", "stage1:0"),
             ("spare", "wait", "driver"),
         ]:
             assert await hangs_up(job, name, op, member), (name, op, member)
