@@ -259,16 +259,32 @@ def as_returned(structure: Structure, value: Any) -> Any:
             return Fields(there, (key for key, each in pairs if each == ABSENT))
         case {"named": pairs}:
             parts = [as_returned(*pair) for pair in zip((s for _, s in pairs), value, strict=True)]
-            names = [name for name, _ in pairs]
-            return collections.namedtuple("Outputs", names, rename=True)(*parts)
+            return _class_with(tuple(name for name, _ in pairs))(*parts)
         case {"without": [names, part]}:
             return _without(names, as_returned(part, value))
     return value
 
 
+# Classes are made once, not for each micro-batch.
+@functools.lru_cache
+def _class_with(names: tuple[str, ...]) -> Callable[..., Any]:
+    return collections.namedtuple("Outputs", names, rename=True)
+
+
 def _without(names: Sequence[str], value: Any) -> Any:
     """Return outputs of which a loss cannot read some names: not even with a default."""
+    kind = _class_without(type(value), tuple(names))
+    if isinstance(value, tuple):
+        return tuple.__new__(kind, value)
+    outputs = dict.__new__(kind)
+    outputs.update(value)
+    if isinstance(value, Fields):
+        vars(outputs).update(vars(value))
+    return outputs
 
+
+@functools.lru_cache
+def _class_without(kind: type, names: tuple[str, ...]) -> type[Any]:
     def refused(name: str) -> property:
         def read(outputs: object) -> Any:
             raise ConfigError(
@@ -278,17 +294,7 @@ def _without(names: Sequence[str], value: Any) -> Any:
 
         return property(read)
 
-    members = {name: refused(name) for name in names}
-    if isinstance(value, tuple):
-        return type("Outputs", (type(value),), members)(*value)
-    if not isinstance(value, Fields):
-        value = _Items(value)
-    value.__class__ = type("Outputs", (type(value),), members)
-    return value
-
-
-class _Items(dict[Any, Any]):
-    """A dict whose class can be changed, as that of a plain one cannot."""
+    return type("Outputs", (kind,), {name: refused(name) for name in names})
 
 
 class _Seen:
