@@ -273,7 +273,8 @@ def _class_with(names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _without(names: Sequence[str], value: Any) -> Any:
     """Return outputs of which a loss cannot read some names: not even with a default."""
-    kind = _class_without(type(value), tuple(names))
+    base: type = type(value)
+    kind = _class_without(base, tuple(names))
     if isinstance(value, tuple):
         return tuple.__new__(kind, value)
     outputs = dict.__new__(kind)
@@ -284,7 +285,7 @@ def _without(names: Sequence[str], value: Any) -> Any:
 
 
 @functools.lru_cache
-def _class_without(kind: type, names: tuple[str, ...]) -> type[Any]:
+def _class_without(kind: Any, names: tuple[str, ...]) -> type[Any]:
     def refused(name: str) -> property:
         def read(outputs: object) -> Any:
             raise ConfigError(
