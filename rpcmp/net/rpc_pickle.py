@@ -10,7 +10,8 @@ The worker's own unpickler, `rpcmp.rpc.unpickler`, decides about everything else
 Both allocate memory as a pickle tells them to: ten bytes that memoize something under a large
 number make Python reserve gigabytes, and a megabyte of empty lists takes a hundred. So a pickle has
 to consist of what Python's pickler writes today (protocol 4), which numbers its memo by itself, and
-must not have too many operations.
+must not have too many operations. Nothing is hashed while a server reads: keys that collide would
+take it hours, and a tuple a hundred thousand levels deep overflows the stack of the interpreter.
 
 A second pickle, of torch's own, lists the tensors. It has to have the one form that torch writes,
 and each tensor has to lie within its memory.
@@ -53,7 +54,7 @@ MAX_OPERATIONS = 2**20
 
 _RUN_LENGTH = 64
 
-_PLAIN = rb"[N\x88\x89\]ae)\x85-\x87t}su\x8f\x90\x91(01\x94\x93Rb\x81\x92]"
+_PLAIN = rb"[N\x88\x89\]ae)\x85-\x87tsu\x90(01\x94\x93Rb\x81]"
 _FIXED = rb"[Kh].|M..|[Jj].{4}|G.{8}|\x80[\x02-\x05]|\x95.{8}"
 _SHORT = b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(256))
 _RUN = re.compile(
@@ -61,14 +62,17 @@ _RUN = re.compile(
 )
 """Operations without arguments, with arguments of fixed length, and with a length of one byte."""
 
+_UNHASHED = {b"}": b"NQ", b"\x8f": b"NQ", b"\x91": b"t"}
+"""Operations that make dicts and sets, and what stands in for them: an object that ignores what it
+gets (`persistent_load` of None), and a tuple."""
+
 _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
 """Operations with long arguments, and the number of bytes of their lengths."""
 
 
 def require(data: bytes, peer: str, is_call: bool) -> None:
     """Refuse a pickle that names a function which `peer` may not call; an answer may name none."""
-    _require_bounded(data)
-    reader = _Reader(io.BytesIO(data))
+    reader = _Reader(io.BytesIO(_bounded(data)))
     try:
         reader.load()
     except FormatError:
@@ -82,9 +86,14 @@ def require(data: bytes, peer: str, is_call: bool) -> None:
             raise FormatError(f"a call of {module}.{name}, which only the driver may make")
 
 
-def _require_bounded(data: bytes) -> None:
-    """Refuse a pickle that would make its reader take far more memory than it has bytes."""
-    at = operations = 0
+def _bounded(data: bytes) -> bytes:
+    """Return a pickle without what is hashed.
+
+    Raises:
+        FormatError: it would make its reader take far more memory than it has bytes.
+    """
+    at = operations = copied = 0
+    parts = []
     while (code := data[at : at + 1]) != b".":
         begin = at
         if (size := _LONG.get(code)) is not None:
@@ -93,6 +102,9 @@ def _require_bounded(data: bytes) -> None:
                 raise FormatError("a pickle with an argument that goes on behind its end")
         elif (run := _RUN.match(data, at)) is not None:
             at = run.end()
+        elif (instead := _UNHASHED.get(code)) is not None:
+            parts += [data[copied:at], instead]
+            at = copied = at + 1
         else:
             raise FormatError("a pickle with what Python's pickler does not write")
         operations += min(at - begin, _RUN_LENGTH)  # or less: some have arguments
@@ -100,6 +112,7 @@ def _require_bounded(data: bytes) -> None:
             raise FormatError(f"a pickle of more than {MAX_OPERATIONS:,} operations")
     if at + 1 != len(data):
         raise FormatError("a pickle that goes on behind its end")
+    return b"".join((*parts, data[copied:])) if parts else data
 
 
 class _Reader(pickle.Unpickler):
@@ -115,6 +128,10 @@ class _Reader(pickle.Unpickler):
             self.functions.append((module, name))
             return _Function
         return _Data
+
+    def persistent_load(self, pid: object) -> _Data:
+        """Return what stands in for a dict or set; a message itself has no such operation."""
+        return _Data()
 
 
 class _Unchanged(type):

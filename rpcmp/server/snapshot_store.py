@@ -337,7 +337,7 @@ class SnapshotStore:
         """Copy a snapshot of this stage from another server."""
         request = self._request(self.stage_name, restore.step, cut, generation)
         async with StageClient(self.stage_name, restore.address, self._dialer) as client:
-            await receive(client.fetch(request), self.slots)
+            await receive(client.fetch(request), self.slots, exactly=(restore.step, cut))
 
     def _request(self, stage_name: str, step: int, cut: int, generation: int) -> pb.FetchRequest:
         return pb.FetchRequest(

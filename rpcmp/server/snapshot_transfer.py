@@ -40,17 +40,29 @@ async def blocks(fd: int, length: int) -> AsyncIterator[pb.FetchResponse]:
 
 
 async def receive(
-    stream: AsyncIterator[pb.FetchResponse], slots: Slots, pin: bool = False, after: int = -1
+    stream: AsyncIterator[pb.FetchResponse],
+    slots: Slots,
+    pin: bool = False,
+    after: int = -1,
+    exactly: tuple[int, int] | None = None,
 ) -> Snapshot:
     """Write the snapshot of `stream` into `slots`.
 
     Args:
         pin: keep it until it is saved, if the sender saves it too.
         after: it has to be of a later step than this.
+        exactly: it has to be of this step and cut. Another one could drop those that are held.
+
+    Raises:
+        UnreachableError: it is of another.
     """
     head = await anext(stream, pb.FetchResponse())
     if head.step <= after:
         raise UnreachableError(f"step {head.step} has arrived, and one after {after} was asked for")
+    if exactly not in (None, (head.step, head.cut)):
+        raise UnreachableError(
+            f"(step, cut) {(head.step, head.cut)} has arrived, and {exactly} was asked for"
+        )
     slot = slots.reserve()
     if slot is None:
         raise AssertionError("a mirror pins nothing for longer than a save takes")

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
 from rpcmp.worker.outer_variables import StatePlace
-from rpcmp.worker.state_places import Modules, Objects, outer_places, parts_of, places_of
+from rpcmp.worker.state_places import Modules, Objects, is_new, outer_places, parts_of, places_of
 from rpcmp.worker.state_values import (
     are_equal_tensors,
     content_of,
@@ -267,11 +268,17 @@ class ChangedAttributes:
             )
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Put back what `read` has returned, as far as it is of these modules."""
+        """Put back what `read` has returned, as far as it is of these modules.
+
+        Raises:
+            CheckpointError: it would change what no forward does.
+        """
         known = {place.name: place for place in places_of(self._parts, self._objects)}
         for name, value in values.items():
             if (place := known.get(name) or self._new_place(name)) is None:
                 continue  # of a layer that another stage has now
+            if name in self._stored or not self._may_be(place, value):
+                raise not_kept(name)
             self._changed[place.id] = place
             give_back(
                 place.owner,
@@ -282,11 +289,28 @@ class ChangedAttributes:
     def _new_place(self, name: str) -> StatePlace | None:
         """Return where an attribute belongs that only a forward makes."""
         above, _, key = name.rpartition(".")
-        if not key.isidentifier():  # a variable of a file that no layer here reaches
-            return None
         owners = (part for prefix, part in self._parts if prefix == f"{above}." or prefix == above)
         part = next(owners, None)
-        return None if part is None else StatePlace(name, vars(part), key)
+        if part is None or not key.isidentifier():  # or a variable of a file that nothing reaches
+            return None
+        if not is_new(part, key):
+            raise not_kept(name)
+        return StatePlace(name, vars(part), key)
+
+    def _may_be(self, place: StatePlace, value: Any) -> bool:
+        """Whether a value may lie at a place: in that of a buffer only one like it."""
+        if all(place.owner is not part._buffers for _, part in self._parts):
+            return True
+        there = place.owner[place.key]
+        is_like = isinstance(value, Tensor) and (there is None or value.dtype == there.dtype)
+        return is_like and (there is None or value.dim() == there.dim())
+
+
+def not_kept(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} in a snapshot is nothing that a forward of this model keeps: it is of another "
+        "version of the model, or was forged"
+    )
 
 
 def _copied(place: StatePlace) -> StateCopy:

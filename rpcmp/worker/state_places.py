@@ -6,7 +6,9 @@ into as well: nothing else finds its buffers, and nobody trains its parameters.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -82,6 +84,30 @@ def _outer(look: _Look, parts: Modules, objects: Objects) -> Iterator[StatePlace
                 yield inner._replace(is_outer=place.is_outer)
 
 
+@functools.cache
+def torchs_own(kind: type) -> frozenset[str]:
+    """Return the attributes that torch's code sets in a module, as an LSTM's sizes and weights.
+
+    Its forwards do not change them, and its kernels trust them: they come from no snapshot.
+    """
+    return OWN_FIELDS.union(
+        each.argval
+        for base in kind.__mro__
+        if base.__module__.startswith("torch.") and base is not nn.Module
+        for function in vars(base).values()
+        if isinstance(function, FunctionType)
+        for each in dis.get_instructions(function)
+        if each.opname == "STORE_ATTR"
+    )
+
+
+def is_new(part: nn.Module, key: str) -> bool:
+    """Whether a forward may have made an attribute that a module does not have yet."""
+    kind: type = type(part)
+    is_free = key not in torchs_own(kind) and key not in vars(part)
+    return is_free and is_plain(inspect.getattr_static(kind, key, None))
+
+
 class _Look:
     """Looks into values.
 
@@ -97,8 +123,10 @@ class _Look:
     def into_module(self, prefix: str, part: nn.Module) -> Iterator[StatePlace]:
         for name in part._buffers:
             yield StatePlace(prefix + name, part._buffers, name)
+        kind: type = type(part)
+        own = torchs_own(kind)
         for name, value in list(vars(part).items()):
-            if name not in OWN_FIELDS and not name.startswith(OWN_PREFIX):
+            if name not in own and not name.startswith(OWN_PREFIX):
                 yield from self.into(StatePlace(prefix + name, vars(part), name), value)
 
     def into(self, place: StatePlace, value: Any, depth: int = 3) -> Iterator[StatePlace]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from rpcmp.checkpoint.files import beneath
 from rpcmp.checkpoint.slots import NUM_SLOTS, Slots
-from rpcmp.errors import CheckpointError, JobError, UnreachableError, from_wire
+from rpcmp.errors import CheckpointError, JobError, RpcmpError, UnreachableError, from_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.process import resources
@@ -34,6 +34,7 @@ from rpcmp.server.connection import machine
 from rpcmp.server.snapshot_store import SnapshotStore, save_snapshot
 from rpcmp.server.snapshot_transfer import Mirror, receive, receive_file
 from rpcmp.v1 import control_pb2 as pb
+from tests.support.eventloops import in_event_loop
 from tests.support.processes import running_servers
 
 
@@ -257,3 +258,38 @@ def test_a_mirror_writes_no_more_checkpoints_than_its_own_stage(
 
     asyncio.run(save())
     assert caplog.text.count("saves more often than this one") == 3
+
+
+class Lying:
+    """A client of a server that answers with another snapshot than it is asked for."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def __aenter__(self) -> Lying:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def fetch(self, request: pb.FetchRequest) -> AsyncIterator[pb.FetchResponse]:
+        yield pb.FetchResponse(step=0, size=0)
+
+
+@in_event_loop
+async def test_another_servers_word_drops_no_snapshot_that_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rpcmp.server.snapshot_store.StageClient", Lying)
+    store = SnapshotStore(Dialer(Security()))
+    await store.open("job", "no folder")
+    store.stage_name = "stage0"
+    for step in (10, 11):
+        slot = store.slots.reserve()
+        assert slot is not None
+        store.slots.commit(slot, step, 0)
+    wanted = pb.Restore(step=12, address="127.0.0.1:1")
+    with pytest.raises(RpcmpError, match=r"\(0, 0\) has arrived, and \(12, 0\) was asked for"):
+        await store.prepare("stage0", wanted, 2, 0)
+    assert [snapshot.step for snapshot in store.slots.all()] == [10, 11]
+    await store.clear()

@@ -362,6 +362,18 @@ def test_nothing_is_called_or_changed_by_a_pickle_itself(data: bytes) -> None:
         rpc_pickle.require(data, "driver", is_call=True)
 
 
+@pytest.mark.parametrize("key", [b"]", b")" + b"\x85" * 500_000])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(b"}", b"Ns."), (b"}(", b"Nu."), (b"\x8f(", b"\x90."), (b"(", b"\x91.")]
+)
+def test_nothing_is_hashed(begin: bytes, key: bytes, end: bytes) -> None:
+    """A list cannot be, a tuple of this depth ends the process, and colliding keys take hours."""
+    rpc_pickle.require(b"\x80\x04" + begin + key + end, "stage1:0", is_call=False)
+    named = b"\x8c\x12rpcmp.worker.stage\x8c\x0bStage.train\x93"
+    with pytest.raises(FormatError, match=r"names the function .*Stage\.train"):
+        rpc_pickle.require(b"\x80\x04" + begin + named + end, "stage1:0", is_call=False)
+
+
 @pytest.mark.parametrize("module", ["rpc.transport", "rpc.messages"])
 def test_a_pickle_does_not_affect_later_pickles(module: str) -> None:
     name = b"\x8c%c%s\x8c\t_dispatch\x93" % (6 + len(module), f"rpcmp.{module}".encode())

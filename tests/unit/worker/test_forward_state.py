@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rpcmp.errors import CheckpointError
 from rpcmp.rpc.tensors import decode_tree, encode_tree
 from rpcmp.worker.forward_state import (
     ChangedAttributes,
@@ -73,6 +74,45 @@ def test_what_no_snapshot_can_hold_is_named(caplog: pytest.LogCaptureFixture) ->
     for _ in range(2):
         assert attributes.read() == {}
     assert caplog.text.count("changes 'layer.value', where it keeps complex") == 1
+
+
+class Own(nn.LSTM):
+    """A module of torch's that counts as well."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("aside", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 100_000),
+        ("_flat_weights", [torch.zeros(1)] * 4),
+        ("_parameters", {}),
+        ("forward", 1),
+        ("training", False),
+        ("weight_ih_l0", torch.zeros(1)),
+        ("mean", torch.zeros(1)),
+        ("aside", torch.zeros(2, dtype=torch.int64)),
+        ("aside", 1),
+    ],
+)
+def test_a_snapshot_sets_nothing_that_no_forward_keeps(name: str, value: Any) -> None:
+    """Kernels trust the sizes and weights that a module of torch's has."""
+    attributes = ChangedAttributes([("lstm.", Own())], CPU)
+    with pytest.raises(CheckpointError, match=f"'lstm.{name}' in a snapshot is nothing"):
+        attributes.restore({f"lstm.{name}": value})
+
+
+def test_a_snapshot_sets_what_a_subclass_of_a_module_of_torchs_keeps() -> None:
+    module = Own()
+    attributes = ChangedAttributes([("lstm.", module)], CPU)
+    attributes.restore({"lstm.calls": 3, "lstm.new": 4, "lstm.aside": torch.ones(2)})
+    assert (module.calls, vars(module)["new"]) == (3, 4)
+    assert torch.equal(module.get_buffer("aside"), torch.ones(2))
 
 
 def test_a_parameter_that_was_changed_by_its_data_is_found() -> None:
