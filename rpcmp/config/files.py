@@ -75,6 +75,13 @@ def python_files(folder: Path, named: Iterable[str] = ()) -> Iterator[Path]:
             imported |= _imported_by(inner)
 
 
+def leads_out(path: Path, *folders: Path | str) -> Path | None:
+    """Return where a path leads to if that is in none of some folders, by a link; else None."""
+    there = path.resolve()
+    is_within = any(there.is_relative_to(Path(folder).resolve()) for folder in folders)
+    return None if is_within else there
+
+
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+([A-Za-z_]\w*)", re.MULTILINE)
 
 

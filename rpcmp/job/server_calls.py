@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rpcmp.config.files import python_files
+from rpcmp.config.files import leads_out, python_files
 from rpcmp.config.schema import Config
 from rpcmp.config.topology import Member
 from rpcmp.errors import ConfigError, UnavailableError, UnreachableError
@@ -26,6 +28,8 @@ from rpcmp.process.sandbox.confinement import FileAccess, hidden_by, secrets_in
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -63,7 +67,16 @@ def code_access(config: Config, addresses: Sequence[str]) -> FileAccess | None:
     hidden = [*hidden_by(config.certs_folder, needed=config.folder), *secrets]
     with contextlib.suppress(RuntimeError):  # this user has no home
         hidden.append(str(cut_cache.key_file()))
-    return FileAccess(hidden=tuple(hidden)).reading(config.folder, *config.paths_read)
+    access = FileAccess(hidden=tuple(hidden))
+    home = os.path.realpath(os.path.expanduser("~"))
+    if not Path(home).is_relative_to(config.folder.resolve()):
+        return access.reading(config.folder, *config.paths_read)
+    log.warning(
+        "the config lies in %s, which is or has your home: of it the job's code can read Python "
+        "files and what data.paths names alone; give the job a folder of its own",
+        config.folder,
+    )
+    return access.reading(*python_files(config.folder, config.modules), *config.paths_read)
 
 
 def server_addresses(config: Config, connect: Sequence[str] | None) -> Sequence[str]:
@@ -267,14 +280,32 @@ async def drain(address: str, wait: bool, security: Security, leaves: bool = Fal
 
 def shipped_code(config: Config) -> list[pb.CodeFile]:
     """Return the user's code that the stage servers of a job get; empty unless `ship_code`."""
-    return collect_code(config.folder, config.modules) if config.ship_code else []
+    if not config.ship_code:
+        return []
+    may_lead = None if config.security.confine is False else config.data_paths
+    return collect_code(config.folder, config.modules, may_lead)
 
 
-def collect_code(folder: Path, named: Iterable[str] = ()) -> list[pb.CodeFile]:
-    """Return the modules and packages beside a config; see `python_files`."""
+def collect_code(
+    folder: Path, named: Iterable[str] = (), may_lead: Iterable[str] | None = ()
+) -> list[pb.CodeFile]:
+    """Return the modules and packages beside a config; see `python_files`.
+
+    Args:
+        may_lead: folders that links may lead to besides this one; None: they may lead anywhere.
+
+    Raises:
+        ConfigError: there are too many, one cannot be read, or a link leads elsewhere. What this
+            process may read, such as a key, is nothing that the job's code may.
+    """
     files: list[pb.CodeFile] = []
     size = 0
     for path in python_files(folder, named):
+        if may_lead is not None and (target := leads_out(path, folder, *may_lead)) is not None:
+            raise ConfigError(
+                f"{path} leads to {target}, outside of the job's folder: copy that file, name its "
+                "folder in data.paths, or set security.confine = false if you trust the job"
+            )
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from safetensors import safe_open
 
-from rpcmp.config.files import MIB, read_bytes
+from rpcmp.config.files import MIB, leads_out, read_bytes
 from rpcmp.errors import ConfigError, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -81,6 +81,12 @@ class WeightFiles:
         path = self._path / CONFIG
         if not os.path.lexists(path):
             return b""
+        # The hub's cache has links to its own blobs; any other may lead to what is secret.
+        blobs = self._path.parent.parent / "blobs"
+        is_cache = self._path.parent.name == "snapshots" and not blobs.is_symlink()
+        folders = [self._path, blobs] if is_cache else [self._path]
+        if (target := leads_out(path, *folders)) is not None:
+            raise ConfigError(f"{self.what}: {path.name} leads to {target}: copy that file")
         try:
             return read_bytes(path, MAX_CONFIG)
         except (OSError, ValueError) as error:

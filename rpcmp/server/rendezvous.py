@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rpcmp.errors import BusyError, JobError, RpcmpError, one_line, to_wire
+from rpcmp.errors import BusyError, JobError, RpcmpError, SecurityError, one_line, to_wire
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.channel import Message
 from rpcmp.server.client import StageClient
@@ -142,6 +143,24 @@ MAX_CALLS = 64
 """Calls of one worker under way; an agent makes one per thread."""
 
 
+AGENT = re.compile(rb"uv://127(\.\d{1,3}){3}:\d{1,5}")
+"""Where the agent of a worker in the same network listens."""
+
+
+def _of_this_host(key: str, value: bytes) -> bytes:
+    """Return a value; an address has to be this host's: another one's are reached by TLS alone.
+
+    Raises:
+        SecurityError: a server that says it is in this network gives another host's address.
+    """
+    if key.startswith("addrs/") and value and not AGENT.fullmatch(value):
+        raise SecurityError(
+            f"{key.removeprefix('addrs/')} says that it runs in this host's network, and gives the "
+            f"address {value[:60].decode(errors='replace')!r}"
+        )
+    return value
+
+
 class StoreProxy:
     """Makes the calls for a worker's `rpcmp.rpc.transport.ChannelStore`.
 
@@ -215,7 +234,7 @@ class StoreProxy:
             case _:
                 values = await self._client.store_get(self._job, keys)
                 pairs = zip(keys, values, strict=True)
-                return [self._instead.get(key, value) for key, value in pairs]
+                return [self._instead.get(key) or _of_this_host(key, value) for key, value in pairs]
         return [value]
 
 

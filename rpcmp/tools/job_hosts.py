@@ -12,7 +12,7 @@ from rpcmp.config.schema import Config
 from rpcmp.config.topology import DRIVER, Member
 from rpcmp.config.types import Factory, parse_size
 from rpcmp.errors import ConfigError, RpcmpError, UnreachableError, VersionError
-from rpcmp.job.server_calls import code_access, collect_code
+from rpcmp.job.server_calls import code_access, shipped_code
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.process.fork_client import Forks
 from rpcmp.server.client import StageClient
@@ -63,7 +63,7 @@ class HostSurvey:
         self._config, self._clients = config, clients
         self._dialer, self._forks = dialer, forks
         self._access = code_access(config, addresses)
-        self._code = collect_code(config.folder) if config.ship_code else []
+        self._code = shipped_code(config)
 
     async def collect(self) -> tuple[HostReport, list[HostReport], list[HostReport]]:
         """Return the reports on the driver's host, on the workers' in order, and on the spares'."""

@@ -113,6 +113,7 @@ def enter(file_access: FileAccess, scratch: str) -> None:
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if landlock.abi():
         hidden = [*file_access.hidden, *private_files("/etc"), *private_files("/opt", OPT_DEPTH)]
+        hidden += _secrets_on_path()
         readable = [*SYSTEM, *_interpreter_paths(), *_resolver_paths(), *file_access.readable]
         writable = [*_devices(), scratch, *file_access.writable]
         landlock.restrict(
@@ -195,8 +196,11 @@ def hidden_by(certs: Path | None, needed: Path | None = None) -> tuple[str, ...]
 
 
 SECRET = re.compile(
-    r".*\.(key|p12|pfx|keytab)|id_(rsa|dsa|ecdsa|ed25519)|\.env(\..*)?|\.(netrc|pgpass|pypirc|npmrc)"
-    r"|\.(git-credentials|ssh|gnupg|aws|azure|kube|docker|config|huggingface)|credentials\.json"
+    r".*\.(key|(?<!cacert\.)pem|p12|pfx|keytab|env)|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|\.env(\..*)?"
+    r"|\.(netrc|pgpass|pypirc|npmrc|vault-token|password-store|git|git-credentials|ssh|gnupg|aws)"
+    r"|\.(azure|kube|docker|config|huggingface|.*_history)|credentials\.json"
+    r"|service[-_]account.*\.json",
+    re.IGNORECASE,
 )
 """Names of files and folders that a job's code has no business with."""
 
@@ -230,6 +234,14 @@ def _interpreter_paths() -> Iterator[str]:
         # An empty part of PYTHONPATH means the current directory, which may well be the home.
         if os.path.isabs(path) and not Path(home).is_relative_to(os.path.realpath(path)):
             yield path
+
+
+def _secrets_on_path() -> Iterator[str]:
+    """Yield what a folder of PYTHONPATH has, or a tree that was installed to be edited."""
+    installed = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
+    for path in map(os.path.realpath, _interpreter_paths()):
+        if not any(Path(path).is_relative_to(each) for each in installed):
+            yield from secrets_in(Path(path))
 
 
 def _resolver_paths() -> Iterator[str]:

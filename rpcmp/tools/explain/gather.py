@@ -23,7 +23,7 @@ from rpcmp.job.autobalance import (
     with_cut,
     with_measured_balance,
 )
-from rpcmp.job.server_calls import code_access, collect_code, dialer_for, server_addresses
+from rpcmp.job.server_calls import code_access, dialer_for, server_addresses, shipped_code
 from rpcmp.job.server_pool import connected, forks_for
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import is_loopback
@@ -78,7 +78,7 @@ def job_files(config: Config) -> list[File]:
 
 
 def _code(config: Config) -> File:
-    sources = collect_code(config.folder)
+    sources = shipped_code(config)
     size = sum(len(file.content) for file in sources)
     count = f"{len(sources)} Python file{'s' * (len(sources) != 1)}"
     return File("code", str(config.folder), f"{count} ({size:,} bytes), sent to each stage server")

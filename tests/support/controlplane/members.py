@@ -218,7 +218,7 @@ class FakeWorker(Member):
         if (source := start["restore"]) is not None:
             self._restore(source)
         await self.group.meet(self.process, self.label, 0, "join")
-        address = f"fake-{self.process.pid}"
+        address = f"uv://127.0.0.1:{self.process.pid % 60_000}"
         self.group.members[address] = self
         name = start["members"][start["rank"]]
         await self.join(name, address, start["members"])
@@ -330,7 +330,9 @@ class FakeDriver(Member):
         )
         order = await self.orders.get()
         members = order["members"]
-        addresses = await self.join(members[order["rank"]], f"fake-{self.process.pid}", members)
+        addresses = await self.join(
+            members[order["rank"]], f"uv://127.0.0.1:{self.process.pid % 60_000}", members
+        )
         self.workers = [
             self.group.members[address] for address in addresses if address in self.group.members
         ]

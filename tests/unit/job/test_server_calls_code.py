@@ -94,6 +94,39 @@ def test_a_file_that_vanished_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         collect_code(tmp_path)
 
 
+def test_a_link_out_of_the_jobs_folder_is_no_code(tmp_path: Path) -> None:
+    """This process may read keys, and what it sends the job's code may read on other hosts."""
+    job, data = tmp_path / "job", tmp_path / "data"
+    write(job, "nets/__init__.py")
+    write(data, "key", "shared/__init__.py")
+    (job / "notes.py").symlink_to(data / "key")
+    with pytest.raises(ConfigError, match=r"notes\.py leads to .*/data/key, outside of the job's"):
+        collect_code(job)
+    assert len(collect_code(job, may_lead=[str(data)])) == 2
+    assert len(collect_code(job, may_lead=None)) == 2
+    (job / "notes.py").unlink()
+    (job / "shared").symlink_to(data / "shared")
+    with pytest.raises(ConfigError, match="outside of the job's folder"):
+        collect_code(job)
+    (job / "shared").unlink()
+    (job / "same.py").symlink_to(job / "nets" / "__init__.py")
+    assert collected(job) == ["nets/__init__.py", "same.py"]
+
+
+def test_code_beside_a_config_in_the_home_reads_python_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config({"loss": "m:loss", "model": {"layers": "m:layers"}})
+    write(tmp_path, "m.py", "ann/m.py", "ann/letters.txt")
+    for home, folder in [("ann", "ann"), ("ann", "."), ("bob", "ann")]:
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+        access = code_access(config.with_folder(tmp_path / folder), ["127.0.0.1:1"])
+        assert access is not None
+        reads = access.may_read(str(tmp_path / "ann" / "letters.txt"))
+        assert reads is (home == "bob")
+        assert access.may_read(str(tmp_path / folder / "m.py"))
+
+
 def test_a_folder_full_of_keys_cannot_be_hidden(tmp_path: Path) -> None:
     """One message to the fork server names all that a confined process may not open."""
     config = parse_config({"loss": "m:loss", "model": {"layers": "m:layers"}})

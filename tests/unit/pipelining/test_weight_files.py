@@ -41,3 +41,24 @@ def test_a_folder_may_have_a_config(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text("x" * (MAX_CONFIG + 1))
     with pytest.raises(ConfigError, match=r"\(config\.json\) cannot be read"):
         files.config()
+
+
+def test_a_config_that_leads_out_of_its_folder_is_not_sent(tmp_path: Path) -> None:
+    """The driver's host reads it with all rights of the user, and hosts of others get it."""
+    secret, blobs = tmp_path / "secret.json", tmp_path / "hub" / "blobs"
+    secret.write_text('{"auths": {}}')
+    snapshot = tmp_path / "hub" / "snapshots" / "1a2b"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for place in (tmp_path / "hub", snapshot):
+        (place / CONFIG).symlink_to(secret)
+        with pytest.raises(ConfigError, match=r"config\.json leads to .*secret\.json: copy that"):
+            WeightFiles(str(place)).config()
+        (place / CONFIG).unlink()
+    (blobs / "5e6f").write_text("{}")
+    (snapshot / CONFIG).symlink_to(blobs / "5e6f")  # as the hub's cache has it
+    assert WeightFiles(str(snapshot)).config() == b"{}"
+    blobs.rename(tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    with pytest.raises(ConfigError, match="leads to"):
+        WeightFiles(str(snapshot)).config()

@@ -121,8 +121,9 @@ async def test_a_worker_finds_a_relay_in_place_of_a_member_in_another_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def store_get(client: StageClient, job: Message, keys: Sequence[str]) -> list[bytes]:
-        return [f"value of {key}".encode() for key in keys]
+        return [stored.get(key, f"value of {key}".encode()) for key in keys]
 
+    stored = {"addrs/a:0": b"uv://127.0.0.1:5"}
     monkeypatch.setattr(StageClient, "store_get", store_get)
     answers: asyncio.Queue[Message] = asyncio.Queue()
     where = ("127.0.0.1:1", 0, Dialer(Security()))
@@ -130,6 +131,12 @@ async def test_a_worker_finds_a_relay_in_place_of_a_member_in_another_network(
     keys = ["addrs/a:0", "addrs/b:0", "names/b:0"]
     proxy.handle({"id": 1, "call": "get", "keys": keys})
     answer = await answers.get()
+    for address in (b"uv://10.0.0.2:5", b"shm://127.0.0.1:5", b"uv://127.0.0.1:5,uv://10.0.0.2:5"):
+        stored["addrs/a:0"] = address
+        proxy.handle({"id": 1, "call": "get", "keys": keys[:1]})
+        refused = await answers.get()
+        assert "values" not in refused
+        assert "says that it runs in this host's network" in str(refused["error"])
     await proxy.close()
     values = [base64.b64decode(value) for value in answer["values"]]
-    assert values == [b"value of addrs/a:0", b"uv://127.0.0.1:7", b"value of names/b:0"]
+    assert values == [b"uv://127.0.0.1:5", b"uv://127.0.0.1:7", b"value of names/b:0"]

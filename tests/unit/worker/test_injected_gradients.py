@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,8 +95,11 @@ def test_what_a_backward_adds_by_itself_counts_and_is_removed() -> None:
         (lambda x: Injecting.apply(x, (x * torch.rand(1).item()).sum()), "from call to call"),
     ],
 )
-def test_what_cannot_be_compared_is_told(forward: Callable[[Tensor], Tensor], reason: str) -> None:
+def test_what_cannot_be_compared_is_told(
+    forward: Callable[[Tensor], Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = [[torch.ones(3, 4, requires_grad=True)] for _ in range(2)]
-    draws = torch.random.fork_rng()
-    with draws, pytest.warns(UserWarning, match=reason):
+    draws = itertools.count(0.1, 0.3)
+    monkeypatch.setattr(torch, "rand", lambda *_: torch.full((1,), next(draws)))
+    with pytest.warns(UserWarning, match=reason):
         require_one_addition(["F"], lambda inputs: forward(inputs[0]), parts, [], ForwardState([]))

@@ -137,6 +137,7 @@ def main():
         "a file": lambda: open(given["secret"]).read(),
         "a file, by a program": program,
         "a file beneath one that is granted": lambda: open(given["hidden"]).read(),
+        "a key beside modules": lambda: open(given["key"]).read(),
         "hashes of passwords": lambda: open("/etc/shadow").read(),
         "a home": lambda: os.listdir("/root"),
         "temporary files": lambda: os.listdir("/tmp"),
@@ -229,6 +230,7 @@ def test_a_confined_process_reaches_only_necessary_resources(
     code = tmp_path / "code"
     code.mkdir()
     (code / "probe.py").write_text(PROBE)
+    (code / "tls.key").write_text("key")
     monkeypatch.setenv("PYTHONPATH", str(code), prepend=os.pathsep)
     secret, inside, hidden = tmp_path / "secret", tmp_path / "given/file", tmp_path / "given/hidden"
     inside.parent.mkdir()
@@ -247,6 +249,7 @@ def test_a_confined_process_reaches_only_necessary_resources(
                 {
                     "secret": str(secret),
                     "hidden": str(hidden),
+                    "key": str(code / "tls.key"),
                     "open": str(inside),
                     "other": os.getpid(),
                     "socket": str(tmp_path / "socket"),
@@ -319,7 +322,17 @@ def test_missing_protection_names_what_the_kernel_lacks(monkeypatch: pytest.Monk
 
 def test_keys_and_credentials_in_a_granted_folder_are_found(tmp_path: Path) -> None:
     own = ["stage1/tls.key", ".env", ".env.local", "a/b/id_ed25519", ".ssh", "data.key/x", ".netrc"]
-    others = ["job.toml", "mine.py", "env", "keys.txt", "a/b/c/deep.key", "monkey", "id_rsa.pub"]
+    own += ["TLS.PEM", "id_ed25519_sk", ".bash_history", "service-account-7.json", "prod.env"]
+    others = [
+        "cacert.pem",
+        "job.toml",
+        "mine.py",
+        "env",
+        "keys.txt",
+        "a/b/c/deep.key",
+        "monkey",
+        "id_rsa.pub",
+    ]
     for name in own + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
