@@ -183,9 +183,10 @@ def _used_by(packages: set[str]) -> set[str]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages:
             for value in list(getattr(module, "__dict__", {}).values()):
-                if isinstance(value, ModuleType):
+                kind = type(value)  # `__class__` may be a property of the user's
+                if issubclass(kind, ModuleType):
                     names.append(value.__name__)
-                elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+                elif issubclass(kind, type | FunctionType | BuiltinFunctionType):
                     names.append(value.__module__)
     return _tops(name for name in names if name and isinstance(name, str))
 

@@ -201,15 +201,15 @@ class StepReport(NamedTuple):
         core_seconds: in which the compute thread had a core, "used", or waited for one, "waited".
         learning_rates: of its parameter groups. Empty without trainable parameters, or if the
             user's optimizer does not call them "lr".
-        variables: outside of modules that the stage's code reaches, and whether they have changed;
-            see `rpcmp.worker.outer_variables`. None: this step did not look.
+        variables: outside of modules that the stage's code reaches, and how they have changed; see
+            `rpcmp.worker.outer_variables`. None: this step did not look.
     """
 
     step: int
     busy_seconds: dict[str, float]
     core_seconds: dict[str, float]
     learning_rates: list[float]
-    variables: dict[str, bool] | None = None
+    variables: dict[str, str] | None = None
 
     @property
     def learning_rate(self) -> float | None:

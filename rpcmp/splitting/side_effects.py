@@ -253,6 +253,13 @@ def is_users(path: str | None) -> bool:
 
 def _value(value: Any, depth: int) -> tuple[str, Any]:
     """Return what kind of state a value is, and something that differs once it has changed."""
+    try:
+        return _known_value(value, depth)
+    except Exception:  # an object of the user's that cannot even be looked at
+        return "number", None
+
+
+def _known_value(value: Any, depth: int) -> tuple[str, Any]:
     match value:
         case float() if value != value:
             return "number", "NaN"

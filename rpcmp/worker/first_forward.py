@@ -24,6 +24,7 @@ from rpcmp.worker.model import StageModel
 from rpcmp.worker.objective import rows
 from rpcmp.worker.parameter_hooks import require_linear
 from rpcmp.worker.training_check import (
+    differs_from_call_to_call,
     quiet,
     require_independent,
     require_linear_backward,
@@ -69,6 +70,9 @@ class FirstForward:
         Raises:
             ConfigError: what it computes or keeps is another sum for other micro-batches.
         """
+        variables = self._model.variables
+        if variables is not None and variables.have_moved():
+            variables.matters = self._depends_on_calls(meta)
         if not self._adds_up or meta.round.num_microbatches == 1:
             return True
         if meta.num_samples == 1 and self._before is None:
@@ -99,6 +103,14 @@ class FirstForward:
                 what = f"{some_of(changing)} changes gradients"
                 require_linear_backward(forward, parts, counts, trained, state, what)
         return True
+
+    def _depends_on_calls(self, meta: MicrobatchMeta) -> bool:
+        def forward(inputs: list[Any], _: bool) -> Any:
+            own = pytree.map_tensors(Tensor.clone, inputs)
+            return self._model.forward(own, meta, eagerly=True)
+
+        with quiet([*self._model.modules()]):
+            return differs_from_call_to_call(forward, self._inputs, self._model.forward_state())
 
     def _seen_eagerly(self, meta: MicrobatchMeta, state: ForwardState) -> list[str]:
         before = state.copy()

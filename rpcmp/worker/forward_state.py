@@ -15,17 +15,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
-from rpcmp.worker.outer_variables import StatePlace
+from rpcmp.worker.outer_variables import CHANGED, COUNTED, StatePlace
 from rpcmp.worker.state_places import Modules, Objects, is_new, outer_places, parts_of, places_of
 from rpcmp.worker.state_values import (
     are_equal_tensors,
     content_of,
-    give_back,
+    given_back,
     is_equal,
     plain_of,
     refilled,
@@ -137,46 +138,72 @@ class ForwardState:
 
 
 class VariablesWatch:
-    """Tells in the first two steps which variables outside of modules a stage's code changes.
+    """Tells after some steps which variables outside of modules a stage's code changes.
 
-    What is only filled in, as a cache is, has not changed.
+    What is only filled in, as a cache is, has not changed. The first step fills in.
+
+    Attributes:
+        matters: whether the stage's outputs may depend on what it changes.
     """
 
     def __init__(self, modules: Modules, objects: Objects = ()) -> None:
-        self._parts, self._objects, self._left = parts_of(modules), objects, 2
+        self._parts, self._objects, self._steps = parts_of(modules), objects, 0
         self._before = self._contents()
+        self._of_loss = {each.name for each in outer_places((), objects)}
+        self.matters = True
 
-    def look(self) -> dict[str, bool] | None:
-        """Return whether each has changed since the last look, by name; None after two looks."""
-        if not self._left:
-            self._before = {}
+    def have_moved(self) -> bool:
+        """Whether one is another than when the stage was built."""
+        return any(
+            name in self._before and not _is_filled_in(self._before[name], now)
+            for name, now in self._contents().items()
+        )
+
+    def after_step(self) -> dict[str, str] | None:
+        """Return by name what has become of each since the last look; None if this step has none.
+
+        Each of the first steps is looked at, and then one of twice as many, and so on.
+        """
+        self._steps += 1
+        if self._steps > LOOKED_AT and self._steps.bit_count() > 1:
             return None
-        self._left -= 1
         before, self._before = self._before, self._contents()
-        return {
-            name: name in before and not _is_filled_in(before[name], now)
-            for name, now in self._before.items()
-        }
+        if self._steps == 1:
+            return None
+        return {name: self._change(name, before, now) for name, now in self._before.items()}
+
+    def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
+        if name not in before or _is_filled_in(before[name], now):
+            return ""
+        return CHANGED if self.matters or name in self._of_loss else COUNTED
 
     def _contents(self) -> dict[str, Any]:
-        places = outer_places(self._parts, self._objects)
-        return {
-            each.name: plain_of(content_of(each.owner.get(each.key)))
-            for each in places
-            if each.is_outer
-        }
+        found = {}
+        for each in outer_places(self._parts, self._objects):
+            value = each.owner.get(each.key)
+            found[each.name] = (
+                dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
+            )
+        return found
 
 
 def _is_filled_in(before: Any, now: Any) -> bool:
-    """Whether nothing is another than before, but what was not there."""
-    if before is None:
+    """Whether nothing is another than before, but what was not there: a cache, a flag, a table.
+
+    A cache may grow, and forget; a table is made again for longer inputs.
+    """
+    if before is None or (before is False and now is True):
         return True
     if isinstance(before, dict) and isinstance(now, dict):
-        return all(key in now and _is_filled_in(each, now[key]) for key, each in before.items())
+        return all(_is_filled_in(before[key], now[key]) for key in before.keys() & now.keys())
+    if isinstance(before, Tensor | numpy.ndarray) and type(before) is type(now):
+        return bool(before.shape != now.shape) or is_equal(before, now)
     if isinstance(before, list) and isinstance(now, list):
         return len(before) == len(now) and all(map(_is_filled_in, before, now))
     return is_equal(before, now)
 
+
+LOOKED_AT = 8
 
 PROBED = 256
 """Elements of a parameter that are looked at for changes."""
@@ -280,11 +307,8 @@ class ChangedAttributes:
             if name in self._stored or not self._may_be(place, value):
                 raise not_kept(name)
             self._changed[place.id] = place
-            give_back(
-                place.owner,
-                place.key,
-                pytree.map_tensors(lambda each: each.to(self._device), value),
-            )
+            moved = pytree.map_tensors(lambda each: each.to(self._device), value)
+            place.owner[place.key] = given_back(place.owner.get(place.key), moved)
 
     def _new_place(self, name: str) -> StatePlace | None:
         """Return where an attribute belongs that only a forward makes."""

@@ -269,7 +269,7 @@ class StageOptimizer(ComputeThreadOwner):
         self._after_step(self.steps)
         recorder = self._compute.recorder
         recorder.add(Kind.OPTIMIZER, self.steps, NO_MICROBATCH, started, started)
-        variables = None if self._variables is None else self._variables.look()
+        variables = None if self._variables is None else self._variables.after_step()
         figures = *recorder.take(), self._learning_rates()
         self.report = StepReport(self.steps, *figures, variables)
         return self.report

@@ -12,9 +12,11 @@ Each process has its own: layers in two stages that count with the same one woul
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,11 +25,21 @@ from rpcmp.config import importing
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import StepReport
 
+log = logging.getLogger(__name__)
+
 LIBRARIES = {*sys.stdlib_module_names, "numpy", "rpcmp", "torch"}
 """Packages whose variables are no part of what a user's code keeps."""
 
 MOST = 1000
 """Functions that are followed."""
+
+MOST_HELD = 100
+"""Values of a container that are looked at for functions."""
+
+
+CHANGED, COUNTED = "changed", "counted"
+"""What a stage's forward has done to a variable, in a `StepReport`: counted: its outputs do not
+depend on it."""
 
 
 class StatePlace(NamedTuple):
@@ -49,19 +61,19 @@ class StatePlace(NamedTuple):
 
 
 class Attributes(MutableMapping[str, Any]):
-    """The attributes of a class, or the content of a closure's cell, as a mapping.
+    """The attributes of a class, a closure's cell, or an object with slots, as a mapping.
 
     Args:
         target: whose they are; mappings of the same target hold the same variables.
     """
 
-    def __init__(self, target: type | CellType) -> None:
+    def __init__(self, target: Any) -> None:
         self.target = target
 
     def __getitem__(self, key: str) -> Any:
         try:
             return getattr(self.target, key)
-        except (AttributeError, ValueError):  # ValueError: a cell is empty
+        except Exception:  # of the user's __getattr__; ValueError: a cell is empty
             raise KeyError(key) from None
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -95,18 +107,25 @@ def require_not_shared(reports: Mapping[str, StepReport]) -> None:
     Args:
         reports: of a step, by stage.
 
+    A mere count in all of them, on which no output depends, may be for a log: a warning.
+
     Raises:
         ConfigError: one does.
     """
     found = {stage: report.variables for stage, report in reports.items() if report.variables}
     for changing, variables in found.items():
-        for name in (name for name, has_changed in variables.items() if has_changed):
-            if reading := next((s for s in found if s != changing and name in found[s]), None):
-                raise ConfigError(
-                    f"the stages {changing!r} and {reading!r} both use {name!r}, which changes "
-                    "with each forward: each process has its own, and so another than one process "
-                    "would have: let layers of one stage use it, and return what others need"
-                )
+        for name, change in variables.items():
+            others = [stage for stage in found if stage != changing and name in found[stage]]
+            if not change or not others:
+                continue
+            if all(found[stage][name] == COUNTED for stage in (changing, *others)):
+                log.warning("%s counts in each stage by itself, with each forward", name)
+                continue
+            raise ConfigError(
+                f"the stages {changing!r} and {others[0]!r} both use {name!r}, which changes with "
+                "each step: each process has its own, and so another than one process would have: "
+                "let layers of one stage use it, and return what others need"
+            )
 
 
 Step = tuple[FunctionType, str, bool, type | None]
@@ -135,6 +154,12 @@ class _Walk:
         for name, cell in cells:
             place = StatePlace(f"{path}.{name}", Attributes(cell), "cell_contents", is_outer)
             yield from self._see(place, (), kind)
+        defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+        for key, held in zip(("__defaults__", "__kwdefaults__"), defaults, strict=True):
+            if any(isinstance(each, list | dict | set) for each in held):  # def f(x, store=[])
+                self._note(StatePlace(f"{path}.{key}", Attributes(function), key, is_outer))
+        for key in [*vars(function)]:
+            yield from self._see(StatePlace(f"{path}.{key}", vars(function), key, is_outer), ())
         module = function.__globals__.get("__name__", "")
         if _is_library(module):  # a decorator, which has the user's function in its closure
             return
@@ -150,6 +175,8 @@ class _Walk:
     ) -> Iterator[Step]:
         """Note a variable, or yield the functions that it stands for."""
         value = place.owner.get(place.key)
+        if _is_odd(value):
+            return
         if functions := [*_functions_of(value)]:
             for each in functions:
                 yield (each, place.name, place.is_outer, kind)
@@ -157,20 +184,29 @@ class _Walk:
             if not _is_library(value.__name__):
                 own = vars(value)
                 for name in sorted(own.keys() & names):
-                    yield from self._see(
-                        StatePlace(f"{value.__name__}:{name}", own, name, True), ()
-                    )
+                    inner = StatePlace(f"{value.__name__}:{name}", own, name, True)
+                    yield from self._see(inner, names)
         elif isinstance(value, type):
             yield from self._see_class(value, names)
         else:
-            self.found.setdefault(place.name, place)
+            self._note(place)
+            its = type(value)
+            for base in _classes_of(its):
+                yield from self._see_class(base, {*names, "__call__"}, its)
+            if isinstance(value, dict | list | tuple):
+                for each in [*(value.values() if isinstance(value, dict) else value)][:MOST_HELD]:
+                    for function in _functions_of(each):
+                        yield (function, place.name, place.is_outer, None)
+
+    def _note(self, place: StatePlace) -> None:
+        self.found.setdefault(place.name, place)
 
     def _see_class(
         self, owner: type, names: Iterable[str], kind: type | None = None
     ) -> Iterator[Step]:
-        if not is_library(owner):
-            for name in sorted(vars(owner).keys() & names):
-                place = StatePlace(_path_of(owner, name), Attributes(owner), name, True)
+        for base in _classes_of(owner):
+            for name in sorted(vars(base).keys() & names):
+                place = StatePlace(_path_of(base, name), Attributes(base), name, True)
                 yield from self._see(place, (), kind)
 
 
@@ -178,10 +214,7 @@ def _entries(name: str, value: Any) -> Iterator[Step]:
     """Yield the functions that a call of it calls."""
     if functions := [*_functions_of(value)]:
         kind = type(value.__self__) if isinstance(value, MethodType) else None
-        for each in functions:
-            path = f"{each.__globals__.get('__name__')}:{each.__qualname__}"
-            is_outer = "<locals>" not in path
-            yield each, path if is_outer else f"{name}{each.__qualname__}", is_outer, kind
+        yield from (_step(each, f"{name}{each.__name__}", kind) for each in functions)
         return
     kind = type(value)
     for base in _classes_of(kind):
@@ -192,8 +225,27 @@ def _entries(name: str, value: Any) -> Iterator[Step]:
         for hooks in (value._forward_pre_hooks, value._forward_hooks):
             for number, hook in hooks.items():
                 yield from _entries(f"{name}hook {number}.", hook)
-        for each in _functions_of(vars(value).get("forward")):
-            yield (each, f"{name}forward", False, kind)
+        for key, own in [*vars(value).items()]:
+            if not key.startswith("__") and not _is_odd(own):  # self.act = function
+                for each in _functions_of(own):
+                    yield _step(each, f"{name}{key}", kind)
+
+
+def _step(function: FunctionType, name: str, kind: type | None) -> Step:
+    """Return a function that is reached through a layer, as `name`."""
+    path = f"{function.__globals__.get('__name__')}:{function.__qualname__}"
+    if "<locals>" in path:  # each layer has its own
+        return function, name, False, kind
+    return function, path, True, kind
+
+
+def _is_odd(value: Any) -> bool:
+    """Whether a property of the user's stands in the place of its class, and fails."""
+    try:
+        isinstance(value, ModuleType)
+    except Exception:
+        return True
+    return False
 
 
 def _path_of(kind: type, name: str) -> str:
@@ -210,8 +262,8 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
             yield from _functions_of(value.fget)
         case functools.partial() | functools.cached_property():
             yield from _functions_of(value.func)
-        case _ if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache
-            yield from _functions_of(value.__wrapped__)
+        case _ if callable(value):  # functools.cache
+            yield from _functions_of(inspect.getattr_static(value, "__wrapped__", None))
 
 
 def _classes_of(kind: type | None) -> list[type]:

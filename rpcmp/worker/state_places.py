@@ -9,23 +9,20 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from rpcmp.splitting.side_effects import OWN_FIELDS, is_users_own
-from rpcmp.worker.outer_variables import StatePlace, is_library, variables_of
-from rpcmp.worker.state_values import is_plain
+from rpcmp.worker.outer_variables import Attributes, StatePlace, is_library, variables_of
+from rpcmp.worker.state_values import is_large, is_plain
 
 OWN_PREFIX = "_split_"
 """Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""
 
 CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
-
-HIDDEN = (nn.Module, nn.Parameter)
 
 Modules = Sequence[tuple[str, nn.Module]]
 """Modules with a prefix of their names, such as "encoder."; several may have the same."""
@@ -79,7 +76,7 @@ def _places(look: _Look, parts: Modules, objects: Objects) -> Iterator[StatePlac
 def _outer(look: _Look, parts: Modules, objects: Objects) -> Iterator[StatePlace]:
     for place in variables_of((*parts, *objects)):
         value = place.owner.get(place.key)
-        if is_plain(value) or isinstance(value, HIDDEN) or not is_library(type(value)):
+        if not is_large(value):
             for inner in look.into(place, value):
                 yield inner._replace(is_outer=place.is_outer)
 
@@ -129,10 +126,20 @@ class _Look:
             if name not in own and not name.startswith(OWN_PREFIX):
                 yield from self.into(StatePlace(prefix + name, vars(part), name), value)
 
-    def into(self, place: StatePlace, value: Any, depth: int = 3) -> Iterator[StatePlace]:
-        """Yield a place, or those of what is inside of its value."""
+    def into(
+        self, place: StatePlace, value: Any, depth: int = 3, is_there: bool = True
+    ) -> Iterator[StatePlace]:
+        """Yield a place, or those of what is inside of its value.
+
+        Args:
+            is_there: whether it is the value of that place, and not of a container there.
+        """
+        try:
+            is_state = is_plain(value)
+        except Exception:  # an object of the user's that cannot even be looked at
+            return
         match value:
-            case _ if is_plain(value):
+            case _ if is_state:
                 yield place
             case nn.Parameter():
                 self._hide(place.name, value)
@@ -143,13 +150,19 @@ class _Look:
                 for key, each in list(items):
                     if not is_plain(each):
                         inner = place._replace(name=f"{place.name}.{key}")
-                        yield from self.into(inner, each, depth - 1)
+                        yield from self.into(inner, each, depth - 1, is_there=False)
             case _ if depth and not _is_code(value):
+                if is_there and is_users_own(type(value)):
+                    yield place  # another object may be there afterwards
                 yield from self.into_attributes(place.name, value, depth - 1)
 
     def into_attributes(self, name: str, value: Any, depth: int = 1) -> Iterator[StatePlace]:
-        for key, each in list(getattr(value, "__dict__", {}).items()):
+        for key, each in _attributes_of(value):
             yield from self.into(StatePlace(f"{name}.{key}", vars(value), key), each, depth)
+        slots = Attributes(value)
+        for key in _slots_of(type(value)):
+            if key in slots:
+                yield from self.into(StatePlace(f"{name}.{key}", slots, key), slots[key], depth)
 
     def _into_hidden(self, name: str, module: nn.Module) -> Iterator[StatePlace]:
         for prefix, part in parts_of([(f"{name}.", module)]):
@@ -166,11 +179,28 @@ class _Look:
             self.hidden[name] = parameter
 
 
+def _attributes_of(value: Any) -> list[tuple[str, Any]]:
+    try:
+        return [*vars(value).items()]
+    except Exception:  # it has none, or a property of the user's stands in their place
+        return []
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    if not is_library(kind):
+        for base in kind.__mro__:
+            slots = vars(base).get("__slots__", ())
+            names = [slots] if isinstance(slots, str) else list(slots)
+            yield from (name for name in names if not name.startswith("__"))
+
+
 def _is_code(value: Any) -> bool:
     """Whether something has no attributes that a forward would keep a state in.
 
     What can be called is of the user's own classes, or as large as a tokenizer.
     """
-    if isinstance(value, (*CODE, logging.Logger)):
-        return True
-    return callable(value) and not is_users_own(type(value))
+    if isinstance(value, SimpleNamespace):
+        return False
+    return isinstance(value, CODE) or (
+        not is_users_own(type(value)) if callable(value) else is_library(type(value))
+    )

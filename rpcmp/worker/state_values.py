@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import enum
 import itertools
 import random
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy.random
@@ -17,8 +18,10 @@ from rpcmp.pipelining import pytree
 
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
-ATOMS = (type(None), bool, int, float, complex, str, bytes, itertools.count)
-SEVERAL = (list, tuple, dict, set, deque)
+ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, itertools.count, enum.Enum)
+LARGE = 10_000
+
+SEVERAL = (list, tuple, dict, set, frozenset, deque)
 
 
 def is_plain(value: Any, depth: int = 4) -> bool:
@@ -28,6 +31,17 @@ def is_plain(value: Any, depth: int = 4) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return all(is_plain(each, depth - 1) for each in inner)
+
+
+def is_large(value: Any) -> bool:
+    """Whether a container has more values than it is worth to copy; no forward fills so many."""
+    waiting, count = [value], 0
+    while waiting and count <= LARGE:
+        each = waiting.pop()
+        if isinstance(each, SEVERAL):
+            count += len(each)
+            waiting += itertools.islice(each.values() if isinstance(each, dict) else each, LARGE)
+    return count > LARGE
 
 
 def _arguments_of(count: itertools.count[Any]) -> tuple[Any, ...]:
@@ -45,6 +59,8 @@ def content_of(value: Any) -> Any:
         return value.copy()
     if isinstance(value, itertools.count):
         return _arguments_of(value)
+    if isinstance(value, bytearray):
+        return bytes(value)
     if isinstance(value, dict):
         return {key: (each, content_of(each)) for key, each in value.items()}
     if isinstance(value, SEVERAL):
@@ -73,13 +89,17 @@ def is_equal(one: Any, other: Any) -> bool:
         return [*one] == [*other] and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list):
         return len(one) == len(other) and all(map(is_equal, one, other))
+    if not isinstance(one, (*ATOMS, tuple)):
+        return one is other
     return bool(one == other) or bool(one != one and other != other)  # NaN
 
 
 def are_equal_tensors(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
-        return False
     try:
+        if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+            return False
+        if one.is_meta:  # as modules that are only sized have
+            return other.is_meta
         if one.layout is not torch.strided:
             return torch.equal(one.to_dense(), other.to_dense())
         bits = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
@@ -93,9 +113,13 @@ def refilled(value: Any, content: Any) -> Any:
     if isinstance(value, GENERATORS):
         _set_state(value, _generator_state(value, content))
     elif isinstance(value, Tensor):
-        value.data.copy_(content)  # a graph that has saved it is as it was, not invalid
+        if not are_equal_tensors(value, content):  # one that is expanded cannot be written to
+            _refill(value, content)
     elif isinstance(value, numpy.ndarray):
-        value[...] = content
+        if not is_equal(value, content):
+            value[...] = content
+    elif isinstance(value, bytearray):
+        value[:] = content
     elif isinstance(value, itertools.count):
         return itertools.count(*content)
     elif isinstance(value, dict):
@@ -113,6 +137,13 @@ def refilled(value: Any, content: Any) -> Any:
         value.clear()
         value.extend(several)
     return value
+
+
+def _refill(tensor: Tensor, content: Tensor) -> None:
+    if tensor.shape == content.shape and tensor.layout is content.layout is torch.strided:
+        tensor.data.copy_(content)  # a graph that has saved it is as it was, not invalid
+    else:
+        tensor.data = content.clone()
 
 
 def _generator_state(generator: Any, content: Any) -> Any:
@@ -136,45 +167,59 @@ def stored(value: Any) -> Any:
             return value
         case numpy.generic():
             return value.item()
-        case Tensor():
+        case Tensor() if value.layout is torch.strided and not value.is_quantized:
             return value.detach()
+        case Tensor():
+            raise TypeError(f"a tensor of the layout {value.layout}")
         case numpy.ndarray():
             return torch.from_numpy(value.copy())
         case itertools.count():
             return [*_arguments_of(value)]
+        case dict() if not {*map(type, value)} <= {str, int}:
+            raise TypeError("a dict whose keys are no texts or integers")
         case dict():
             return {key: stored(each) for key, each in value.items()}
         case tuple():
             return tuple(map(stored, value))
-        case list() | deque() | set():
+        case list() | deque() | set() | frozenset():
             return [*map(stored, value)]
     if isinstance(value, GENERATORS):
         return stored(_state_of(value))
     raise TypeError(type(value).__name__)
 
 
-def give_back(owner: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Put what `stored` has returned at `owner[key]`, into what lies there if that is of a kind."""
-    match there := owner.get(key):
+def given_back(there: Any, value: Any) -> Any:
+    """Return what `stored` has returned, in what lies there as far as that is of a kind."""
+    match there:
         case numpy.random.RandomState():
             there.set_state(pytree.map_tensors(Tensor.numpy, value))
         case _ if isinstance(there, GENERATORS):
             _set_state(there, value)
         case numpy.ndarray():
-            owner[key] = value.cpu().numpy()
+            return value.cpu().numpy()
         case itertools.count():
-            owner[key] = itertools.count(*value)
+            return itertools.count(*value)
         case list() | deque() if isinstance(value, list):
+            several = _all_given_back(there, value)
             there.clear()
-            there.extend(value)
+            there.extend(several)
+        case tuple() if isinstance(value, tuple):
+            return tuple.__new__(type(there), _all_given_back(there, value))
         case dict() if isinstance(value, dict):
+            items = {key: given_back(there.get(key), each) for key, each in value.items()}
             there.clear()
-            there.update(value)
+            there.update(items)
         case set() if isinstance(value, list):
             there.clear()
             there.update(value)
         case _:
-            owner[key] = value
+            return value
+    return there
+
+
+def _all_given_back(there: Iterable[Any], values: Sequence[Any]) -> list[Any]:
+    pairs = itertools.zip_longest([*there][: len(values)], values)
+    return list(itertools.starmap(given_back, pairs))
 
 
 def _state_of(generator: Any) -> Any:

@@ -24,7 +24,7 @@ from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.objective import joined, own_tape
-from rpcmp.worker.state_values import GENERATORS
+from rpcmp.worker.state_values import GENERATORS, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def require_unmoved(
             for each in once
             if each.has_new_value
             and not isinstance(each.value, GENERATORS)
+            and is_plain(each.value)
             and each.place.name.rpartition(".")[2] not in BATCH_NORM
         ]
     except Exception as error:
@@ -98,6 +99,21 @@ def require_unmoved(
         log.warning("%s", text)
         return
     raise ConfigError(text)
+
+
+def differs_from_call_to_call(forward: Forward, inputs: list[Any], state: ForwardState) -> bool:
+    """Whether a second forward gives something else than the first one, of the same samples."""
+    before = state.copy()
+    try:
+        with _apart():
+            first = forward(inputs, False)
+            second = forward(inputs, False)
+        return any(_differences(first, [second], [1]))
+    except Exception as error:
+        _tell(error)
+        return True
+    finally:
+        state.put_back(before)
 
 
 def require_independent(

@@ -67,6 +67,13 @@ def test_a_cache_in_each_process_is_no_count(job: JobFolder) -> None:
     require_plain(configured(job, "cache", 3, *EVALUATED), "cache")
 
 
+def test_a_count_on_which_nothing_depends_is_told(
+    job: JobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    require_plain(configured(job, "logged", 3), "logged")
+    assert "tests.zoo.counting:calls counts in each stage by itself" in caplog.text
+
+
 WARMING = 'loss="tests.zoo.counting:warming"'
 
 
@@ -81,7 +88,7 @@ WARMING = 'loss="tests.zoo.counting:warming"'
 def test_what_stages_would_count_each_alone_is_refused(
     job: JobFolder, kind: str, more: list[str], name: str
 ) -> None:
-    refused = f"both use '{name}', which changes with each forward: each process has its own"
+    refused = f"both use '{name}', which changes with each step: each process has its own"
     with (
         local_group(configured(job, kind, 3, *more)) as local,
         pytest.raises(ConfigError, match=refused),

@@ -26,6 +26,9 @@ class Counting(nn.Module):
         y = self.inner(x)
         if self.kind == "global":
             return y / _count()
+        if self.kind == "logged":
+            _count()
+            return y
         if self.kind == "class":
             self.seen.append(1)
             return y / len(self.seen)

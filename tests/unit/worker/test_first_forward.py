@@ -21,6 +21,8 @@ from tests.zoo.surprises import Auxiliary, Injecting, filled
 class Model:
     """As much of a stage's model as a forward needs."""
 
+    variables = None
+
     def __init__(self, module: nn.Module, compiles: bool = False) -> None:
         self.module, self.compiles = module, compiles
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -74,6 +76,31 @@ def test_what_no_snapshot_can_hold_is_named(caplog: pytest.LogCaptureFixture) ->
     for _ in range(2):
         assert attributes.read() == {}
     assert caplog.text.count("changes 'layer.value', where it keeps complex") == 1
+
+
+class Phase(enum.Enum):
+    WARM, COLD = 1, 2
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int = 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(Phase.WARM, Phase.COLD), (Step(), Step(1))])
+def test_another_object_in_an_attribute_is_put_back_and_named(
+    first: Any, second: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Odd(first)
+    attributes = ChangedAttributes([("layer.", module)], CPU)
+    state = ForwardState([("layer.", module)])
+    before = state.copy()
+    module.value = second
+    assert "layer.value" in [each.place.name for each in before if each.has_new_value]
+    attributes.read()
+    assert f"changes 'layer.value', where it keeps {type(first).__name__}" in caplog.text
+    state.put_back(before)
+    assert module.value is first
 
 
 class Own(nn.LSTM):

@@ -16,7 +16,7 @@ from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import StepReport
 from rpcmp.rpc.tensors import decode_tree, encode_tree
 from rpcmp.worker.forward_state import ChangedAttributes, ForwardState, VariablesWatch
-from rpcmp.worker.outer_variables import require_not_shared, variables_of
+from rpcmp.worker.outer_variables import CHANGED, COUNTED, require_not_shared, variables_of
 
 CPU = torch.device("cpu")
 
@@ -80,6 +80,33 @@ KINDS = {
         "    def call():\n        nonlocal n\n        n += 1\n        return n * function()\n"
         "    return call\n@torch.no_grad()\n@counted\ndef count():\n    return 2",
         "n = count()",
+    ),
+    "function's attribute": (
+        "def count():\n    count.calls += 1\n    return count.calls\ncount.calls = 0",
+        "n = count()",
+    ),
+    "default": (
+        "def count(store=[]):\n    store.append(1)\n    return len(store)",
+        "n = count()",
+    ),
+    "namespace": ("import types\nSTATE = types.SimpleNamespace(n=0)", "STATE.n += 1; n = STATE.n"),
+    "slots": (
+        "class State:\n    __slots__ = ('n',)\n    def __init__(self): self.n = 0\nSTATE = State()",
+        "STATE.n += 1; n = STATE.n",
+    ),
+    "method": (
+        "class Meter:\n    total = 0\n    def bump(self):\n        Meter.total += 1\n"
+        "        return Meter.total\nMETER = Meter()",
+        "n = METER.bump()",
+    ),
+    "table": (
+        "calls = 0\ndef count():\n    global calls\n    calls += 1\n    return calls\n"
+        "TABLE = {'f': count}",
+        "n = TABLE['f']()",
+    ),
+    "inherited": (
+        "class Base:\n    seen = []\nclass Child(Base): pass",
+        "Child.seen.append(1); n = len(Child.seen)",
     ),
     "module": ("import tests_of_counts", "tests_of_counts.calls += 1; n = tests_of_counts.calls"),
 }
@@ -152,18 +179,22 @@ def test_another_process_goes_on_from_a_snapshot(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_changes_with_each_forward_is_seen_in_two_steps(kind: str) -> None:
+def test_what_changes_with_each_step_is_seen(kind: str) -> None:
     module = process(kind)()
     watch = VariablesWatch([("layer.", module)])
-    changes = []
-    for _ in range(2):
+    seen = []
+    for _ in range(5):
         called(module, 1)
-        found = watch.look()
-        assert found is not None
-        changes.append([name for name, has_changed in found.items() if has_changed])
-    assert len(changes[1]) == 1  # in the first step a value may have been filled in
-    assert changes[1][0].partition(":")[0] in ("tests_of_counting", "tests_of_counts")
-    assert watch.look() is None
+        found = watch.after_step() or {}
+        seen.append([name for name, change in found.items() if change])
+    assert [len(names) for names in seen] == [0, 1, 1, 1, 1]  # in the first step caches are filled
+    assert seen[1][0].partition(":")[0] in ("tests_of_counting", "tests_of_counts")
+
+
+def test_later_steps_are_looked_at_more_and_more_seldom() -> None:
+    watch = VariablesWatch([("", nn.Linear(2, 2))])
+    looks = [step for step in range(1, 70) if watch.after_step() is not None]
+    assert looks == [*range(2, 9), 16, 32, 64]
 
 
 def test_a_hook_that_counts_is_followed() -> None:
@@ -209,28 +240,34 @@ def test_a_closure_of_each_layer_is_the_layers_own() -> None:
     assert [called(layer, 2)[1][0].item() for _, layer in layers] == [0.5, 0.5]
     watch = VariablesWatch(layers)
     called(layers[0][1], 1)
-    assert watch.look() == {}
+    watch.after_step()
+    assert watch.after_step() == {}
 
 
-CACHE: dict[int, Tensor] = {}
+CACHE: dict[Any, Tensor] = {}
 TABLE: Tensor | None = None
+SHOWN: set[str] = set()
+WARNED = False
 
 
 def cached(x: Tensor) -> Tensor:
-    global TABLE
-    if TABLE is None:
-        TABLE = torch.ones(1)
-    return CACHE.setdefault(len(CACHE), x) * TABLE
+    global TABLE, WARNED
+    if TABLE is None or len(TABLE) < len(x):
+        TABLE = torch.ones(len(x))
+    WARNED = WARNED or len(CACHE) > 1
+    SHOWN.add(f"{len(CACHE)} entries")
+    if len(CACHE) > 2:
+        CACHE.clear()
+    return CACHE.setdefault((len(x), x.dtype), x) * TABLE
 
 
-def test_a_cache_is_filled_in_and_does_not_change() -> None:
+def test_caches_flags_and_tables_that_grow_have_not_changed() -> None:
     watch = VariablesWatch([], [("loss", cached)])
-    found = []
-    for _ in range(2):
-        cached(torch.ones(1))
-        found.append(watch.look() or {})
-    assert not any(map(any, (each.values() for each in found)))
-    assert [{"CACHE", "TABLE"} <= {name.partition(":")[2] for name in each} for each in found]
+    for length in range(1, 6):
+        cached(torch.ones(length))
+        found = watch.after_step()
+        assert found is None or set(found.values()) == {""}
+        assert found is None or len(found) == 4
 
 
 def test_packages_of_others_are_not_followed() -> None:
@@ -238,11 +275,50 @@ def test_packages_of_others_are_not_followed() -> None:
     assert variables_of(own) == []
 
 
-def test_a_variable_that_two_stages_use_and_one_changes_is_refused() -> None:
-    def report(variables: dict[str, bool] | None) -> StepReport:
+def test_a_variable_that_two_stages_use_and_one_changes_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def report(variables: dict[str, str] | None) -> StepReport:
         return StepReport(1, {}, {}, [], variables)
 
-    own = report({"models:calls": True, "models:SIZE": False})
-    require_not_shared({"a": own, "b": report({"models:SIZE": False}), "c": report(None)})
-    with pytest.raises(ConfigError, match="stages 'a' and 'b' both use 'models:calls'"):
-        require_not_shared({"a": own, "b": report({"models:calls": False})})
+    own = report({"models:calls": CHANGED, "models:SIZE": ""})
+    require_not_shared({"a": own, "b": report({"models:SIZE": ""}), "c": report(None)})
+    for theirs in ("", COUNTED, CHANGED):
+        with pytest.raises(ConfigError, match="'models:calls', which changes with each step"):
+            require_not_shared({"a": own, "b": report({"models:calls": theirs})})
+    counts = report({"models:calls": COUNTED})
+    with pytest.raises(ConfigError, match="stages 'a' and 'b' both use"):
+        require_not_shared({"a": counts, "b": report({"models:calls": ""})})
+    require_not_shared({"a": counts, "b": counts})
+    assert "models:calls counts in each stage by itself" in caplog.text
+
+
+class Shy:
+    """Cannot be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(name)
+
+    def __call__(self) -> int:
+        return 1
+
+
+class Ashamed(Shy):
+    __dict__ = property(lambda self: 1 / 0)
+    __class__ = property(lambda self: 1 / 0)
+
+
+LARGE = {n: (n, 2 * n) for n in range(20_000)}
+
+
+def test_what_cannot_be_looked_at_and_large_tables_are_constants() -> None:
+    shy, ashamed = Shy(), Ashamed()
+
+    def forward(x: Tensor) -> Tensor:
+        return x * shy() * len([ashamed]) * len(LARGE)
+
+    module = nn.Identity()
+    vars(module).update(forward=forward, shy=shy, ashamed=ashamed)
+    copies = ForwardState([("", module)]).copy()
+    assert not any("LARGE" in each.place.name for each in copies)
+    assert not any(each.has_changed for each in copies)
