@@ -177,11 +177,11 @@ ENTRIES = ("cli.serve", "job.training_run", "worker.process", "driver.process")
 
 AT_MOST = {
     "modules that serve and drive": (
-        232,
+        233,
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines that serve and drive": (
-        54_250,
+        54_300,
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines of the top": (590, ""),
@@ -200,7 +200,7 @@ AT_MOST = {
     ),
     "lines of observability": (5_460, ""),
     "lines of pipelining": (
-        5_360,
+        5_390,
         "a scheduler that reads all parameters is refused like an optimizer",
     ),
     "lines of process": (4_900, "priorities and processors of others; what peers may fill"),
@@ -210,12 +210,12 @@ AT_MOST = {
         "doctor builds modules on each host; what a driver has signed is kept",
     ),
     "lines of splitting": (
-        3_780,
+        3_790,
         "operations that hosts without code run are a list, and checked by torch's schemas",
     ),
     "lines of tools": (5_760, "verify trains on whole mini-batches as well"),
     "lines of worker": (
-        8_800,
+        8_820,
         "a forward's state, also outside of modules, is put back; objective and cut are proven",
     ),
 }

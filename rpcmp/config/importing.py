@@ -17,7 +17,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from rpcmp.config.types import Factory
@@ -281,6 +281,8 @@ def held_by(function: Any) -> Iterator[Any]:
         for name in sorted(names_in(function.__code__)):
             found = function.__globals__.get(name)
             yield found
+            if isinstance(found, SimpleNamespace):
+                found = vars(found)
             if isinstance(found, list | tuple | dict):
                 yield from list(found.values() if isinstance(found, dict) else found)[:MAX_HELD]
 

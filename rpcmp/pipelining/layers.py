@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,25 +83,38 @@ def layer_sizes(layers: Mapping[str, LayerFactory]) -> list[int]:
 
 
 def build_layers(
-    config: Config, stage_index: int, names: Iterable[str], loads: bool = True
+    config: Config,
+    stage_index: int,
+    names: Collection[str],
+    loads: bool = True,
+    chain: Mapping[str, LayerFactory] | None = None,
+    in_order: bool = False,
 ) -> dict[str, nn.Module]:
     """Build and initialize the modules of one stage, by layer name, on the CPU.
 
     Args:
         names: the stage's layers; for a named stage, its own name.
         loads: whether to load the weights of `init`, if there is one.
+        chain: what `chain_layers` has returned; None: it is called.
+        in_order: whether to call the constructors of other stages' layers as well, on the meta
+            device, as one process that builds the whole model does.
     """
     stage = config.stage(stage_index)
     if config.model is not None:
-        layers = chain_layers(config)
-        factories = {name: layers[name] for name in names}
+        layers = chain_layers(config) if chain is None else chain
+        factories = {name: layers[name] for name in (layers if in_order else names)}
     else:
         (name,) = names
         source = Factory(callable=stage.module or "", kwargs=stage.kwargs)
         create = functools.partial(importing.create, source, f"stage {name!r}: module")
         factories = {name: create}
     with init_at(config.init):
-        modules = {name: _build_layer(config.seed, name, make) for name, make in factories.items()}
+        modules = {}
+        for name, make in factories.items():
+            if name in names:
+                modules[name] = _build_layer(config.seed, name, make)
+            else:
+                _build_sized(name, make)
     _refuse_shared_parameters(modules)
     if loads and config.init is not None:
         prefixed = {name: (config.prefix_of(name), module) for name, module in modules.items()}
@@ -110,6 +123,19 @@ def build_layers(
         stored = StoredNames.of(config, weights)
         load_weights(weights, prefixed, stored, owns_prefixes)
     return modules
+
+
+def _build_sized(name: str, layer: LayerFactory) -> nn.Module:
+    """Build a layer without memory for its parameters."""
+    try:
+        with torch.device("meta"):
+            return layer()
+    except Exception as error:
+        raise FactoryError(
+            f"layer {name!r} of another stage cannot be built without its memory, which has to be "
+            "since constructors count in variables that others read: give layers what they need by "
+            f"arguments ({importing.explain_error(error)})"
+        ) from error
 
 
 def _build_layer(seed: int, name: str, layer: LayerFactory) -> nn.Module:

@@ -279,8 +279,11 @@ def _known_value(value: Any, depth: int) -> tuple[str, Any]:
             return "tensor", _state_of(value)
         case numpy.ndarray():
             return "number", (id(value), value.tobytes() if value.nbytes <= MAX_BYTES else b"")
-        case ModuleType() | type() | nn.Module() | BuiltinFunctionType() | FunctionType():
+        case ModuleType() | type() | nn.Module() | BuiltinFunctionType():
             return "number", None
+        case FunctionType():  # its attributes, and defaults such as `store=[]`
+            own = [*vars(value).items(), value.__defaults__, value.__kwdefaults__]
+            return _several(own[:MAX_ITEMS], depth)
         case Mapping():
             return _several(list(value.items())[:MAX_ITEMS], depth)
         case list() | tuple() | set() | frozenset() | deque():
@@ -289,6 +292,11 @@ def _known_value(value: Any, depth: int) -> tuple[str, Any]:
             return "number", repr(value)  # of itertools.count, where it is
         case _ if hasattr(value, "__dict__"):
             return _several(list(vars(value).items())[:MAX_ITEMS], depth)
+        case _ if is_users_own(type(value)):
+            slots = [
+                name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())
+            ]
+            return _several([getattr(value, name, None) for name in slots], depth)
     return "number", None
 
 

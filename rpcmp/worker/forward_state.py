@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
 from rpcmp.worker.outer_variables import CHANGED, COUNTED, StatePlace
-from rpcmp.worker.state_places import Modules, Objects, is_new, outer_places, parts_of, places_of
+from rpcmp.worker.state_places import (
+    Modules,
+    Objects,
+    is_new,
+    outer_places,
+    parts_of,
+    places_of,
+    places_within,
+)
 from rpcmp.worker.state_values import (
     are_equal_tensors,
     content_of,
@@ -46,17 +54,18 @@ class StateCopy(NamedTuple):
     @property
     def has_changed(self) -> bool:
         """Whether something else is there, also if it is equal."""
-        return self._now is not self.value or self.has_new_value
+        return self.now is not self.value or self.has_new_value
 
     @property
     def has_new_value(self) -> bool:
-        now = self._now
+        now = self.now
         if isinstance(now, Tensor) and isinstance(self.content, Tensor):  # without a copy
             return not are_equal_tensors(now, self.content)
         return not is_equal(plain_of(content_of(now)), plain_of(self.content))
 
     @property
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """What is there now."""
         return self.place.owner.get(self.place.key, MISSING)
 
     def put_back(self) -> None:
@@ -108,7 +117,7 @@ class ForwardState:
                 for prefix, part in self._parts
                 if getattr(part, "max_norm", None) is not None and "weight" in part._parameters
             ]
-        return [_copied(place) for place in places]
+        return [copied(place) for place in places]
 
     def put_back(self, copies: Sequence[StateCopy]) -> None:
         """Give everything the value that it had when it was copied, and remove what is new.
@@ -142,12 +151,16 @@ class VariablesWatch:
 
     What is only filled in, as a cache is, has not changed. The first step fills in.
 
+    Args:
+        shared: objects that layers of this stage and of others get; each process has its own.
+
     Attributes:
         matters: whether the stage's outputs may depend on what it changes.
     """
 
-    def __init__(self, modules: Modules, objects: Objects = ()) -> None:
+    def __init__(self, modules: Modules, objects: Objects = (), shared: Objects = ()) -> None:
         self._parts, self._objects, self._steps = parts_of(modules), objects, 0
+        self._shared = shared
         self._before = self._contents()
         self._of_loss = {each.name for each in outer_places((), objects)}
         self.matters = True
@@ -155,7 +168,7 @@ class VariablesWatch:
     def have_moved(self) -> bool:
         """Whether one is another than when the stage was built."""
         return any(
-            name in self._before and not _is_filled_in(self._before[name], now)
+            name in self._before and not is_filled_in(self._before[name], now)
             for name, now in self._contents().items()
         )
 
@@ -173,13 +186,14 @@ class VariablesWatch:
         return {name: self._change(name, before, now) for name, now in self._before.items()}
 
     def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
-        if name not in before or _is_filled_in(before[name], now):
+        if name not in before or is_filled_in(before[name], now):
             return ""
         return CHANGED if self.matters or name in self._of_loss else COUNTED
 
     def _contents(self) -> dict[str, Any]:
         found = {}
-        for each in outer_places(self._parts, self._objects):
+        of_both = (each for name, value in self._shared for each in places_within(name, value))
+        for each in (*outer_places(self._parts, self._objects), *of_both):
             value = each.owner.get(each.key)
             found[each.name] = (
                 dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
@@ -187,7 +201,7 @@ class VariablesWatch:
         return found
 
 
-def _is_filled_in(before: Any, now: Any) -> bool:
+def is_filled_in(before: Any, now: Any) -> bool:
     """Whether nothing is another than before, but what was not there: a cache, a flag, a table.
 
     A cache may grow, and forget; a table is made again for longer inputs.
@@ -195,11 +209,11 @@ def _is_filled_in(before: Any, now: Any) -> bool:
     if before is None or (before is False and now is True):
         return True
     if isinstance(before, dict) and isinstance(now, dict):
-        return all(_is_filled_in(before[key], now[key]) for key in before.keys() & now.keys())
+        return all(is_filled_in(before[key], now[key]) for key in before.keys() & now.keys())
     if isinstance(before, Tensor | numpy.ndarray) and type(before) is type(now):
         return bool(before.shape != now.shape) or is_equal(before, now)
     if isinstance(before, list) and isinstance(now, list):
-        return len(before) == len(now) and all(map(_is_filled_in, before, now))
+        return len(before) == len(now) and all(map(is_filled_in, before, now))
     return is_equal(before, now)
 
 
@@ -257,7 +271,7 @@ class ChangedAttributes:
         self._parts, self._device, self._objects = parts_of(modules), device, objects
         stored = {prefix + name for prefix, module in modules for name in module.state_dict()}
         self._first = {
-            place.id: _copied(place)
+            place.id: copied(place)
             for place in places_of(self._parts, self._objects)
             if place.name not in stored
         }
@@ -337,6 +351,6 @@ def not_kept(name: str) -> CheckpointError:
     )
 
 
-def _copied(place: StatePlace) -> StateCopy:
+def copied(place: StatePlace) -> StateCopy:
     value = place.owner.get(place.key, MISSING)
     return StateCopy(place, value, content_of(value))

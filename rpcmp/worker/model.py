@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from rpcmp.config import files
 from rpcmp.config.types import Autocast
 from rpcmp.errors import ConfigError
-from rpcmp.pipelining import devices, layers, microbatches, pytree, random_streams
+from rpcmp.pipelining import devices, microbatches, pytree, random_streams
 from rpcmp.pipelining.assignment import Assignment
 from rpcmp.process import compiler
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
 from rpcmp.rpc.tensors import checksum
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.worker import compiling
+from rpcmp.worker.building import build
 from rpcmp.worker.forward_state import (
     ChangedAttributes,
     ForwardState,
@@ -100,9 +101,7 @@ class StageModel:
         self.compiles = config.compiles(assignment.stage_index)
         if self.compiles:
             compiler.prepare()
-        self._modules = layers.build_layers(
-            config, assignment.stage_index, assignment.layers, loads
-        )
+        self._modules, shared = build(config, assignment.stage_index, assignment.layers, loads)
         self._prefixes = {layer: config.prefix_of(layer) for layer in self._modules}
         self._stored = dict(self._modules)
         own = {name for layer in self._modules for name, _ in self._named_in(layer)}
@@ -132,7 +131,7 @@ class StageModel:
         self._before_evaluation: list[StateCopy] = []
         stateful = self._stateful()
         self.attributes = ChangedAttributes(stateful.modules, self.device, stateful.objects)
-        self.variables = VariablesWatch(*stateful) if config.num_stages > 1 else None
+        self.variables = VariablesWatch(*stateful, shared) if config.num_stages > 1 else None
         self._base_names = config.base - self.foreign
         self._base_watch: ParameterWatch | None = None
         self.hidden = hidden_parameters(parts_of(stateful.modules), stateful.objects)

@@ -33,6 +33,8 @@ LIBRARIES = {*sys.stdlib_module_names, "numpy", "rpcmp", "torch"}
 MOST = 1000
 """Functions that are followed."""
 
+CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
+
 MOST_HELD = 100
 """Values of a container that are looked at for functions."""
 
@@ -187,7 +189,7 @@ class _Walk:
                     inner = StatePlace(f"{value.__name__}:{name}", own, name, True)
                     yield from self._see(inner, names)
         elif isinstance(value, type):
-            yield from self._see_class(value, names)
+            yield from self._see_class(value, {*names, *CONSTRUCTORS}, value)
         else:
             self._note(place)
             its = type(value)
@@ -216,9 +218,11 @@ def _entries(name: str, value: Any) -> Iterator[Step]:
         kind = type(value.__self__) if isinstance(value, MethodType) else None
         yield from (_step(each, f"{name}{each.__name__}", kind) for each in functions)
         return
-    kind = type(value)
+    while isinstance(value, functools.partial):  # of a class
+        value = value.func
+    kind = value if isinstance(value, type) else type(value)
     for base in _classes_of(kind):
-        for method in ("__call__", "forward"):
+        for method in CONSTRUCTORS if kind is value else ("__call__", "forward"):
             for each in _functions_of(vars(base).get(method)):
                 yield (each, _path_of(base, method), True, kind)
     if isinstance(value, nn.Module):

@@ -57,6 +57,16 @@ def outer_places(parts: Modules, objects: Objects) -> Iterator[StatePlace]:
     return (place for place in _outer(_Look(parts), parts, objects) if place.is_outer)
 
 
+def reached_places(objects: Objects) -> Iterator[StatePlace]:
+    """Yield the variables that functions reach, closures of their own included."""
+    return _outer(_Look(()), (), objects)
+
+
+def places_within(name: str, value: Any) -> Iterator[StatePlace]:
+    """Yield where a value, and what is inside of it, may change."""
+    return _Look(()).into(StatePlace(name, {name: value}, name), value)
+
+
 def hidden_parameters(parts: Modules, objects: Objects) -> dict[str, nn.Parameter]:
     """Return the parameters that modules reach and have not, by name."""
     look = _Look(parts)

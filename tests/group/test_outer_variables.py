@@ -116,6 +116,20 @@ def test_a_weight_that_is_hidden_and_moves_is_refused(job: JobFolder) -> None:
         local.train()
 
 
+SHARING = 'model.layers="tests.zoo.counting:sharing"'
+
+
+def test_an_object_that_two_layers_get_is_one_in_one_stage_alone(job: JobFolder) -> None:
+    require_plain(configured(job, "counting", 1, SHARING), "counting", counting.sharing)
+    require_plain(configured(job, "constant", 3, SHARING), "constant", counting.sharing)
+    refused = "both use \"what 'first' and 'middle' share\", which changes with each step"
+    with (
+        local_group(configured(job, "counting", 3, SHARING)) as local,
+        pytest.raises(ConfigError, match=refused),
+    ):
+        local.train()
+
+
 def test_several_micro_batches_would_count_more_often(job: JobFolder) -> None:
     config = configured(job, "global", 1, "num_microbatches=4")
     with local_group(config) as local, pytest.raises(ConfigError, match="or a layer mixes"):

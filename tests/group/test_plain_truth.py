@@ -176,11 +176,12 @@ def test_a_loss_is_trained_with_the_model(job: JobFolder) -> None:
     assert float((trained.state["loss.weight"] - loss.weight).abs().max()) < 1e-9
 
 
-def test_a_loss_that_hides_its_parameters_is_refused(job: JobFolder) -> None:
+@pytest.mark.parametrize("loss", ["surprises:Holder", "counting:regularized"])
+def test_a_loss_that_hides_its_parameters_is_refused(job: JobFolder, loss: str) -> None:
     config = configured(
         job,
         'model.layers="tests.zoo.surprises:embeddings"',
-        'loss="tests.zoo.surprises:Holder"',
+        f'loss="tests.zoo.{loss}"',
         'data.train="tests.zoo.surprises:classes"',
     )
     reason = "has parameters that are none of its own"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -51,10 +53,64 @@ def warming(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
+class Numbered(nn.Module):
+    """Scales by how many were made before it."""
+
+    made = 0
+
+    def __init__(self, share: float = 0.0) -> None:
+        super().__init__()
+        Numbered.made += 1
+        self.number, self.share, self.inner = Numbered.made, share, filled(nn.Linear(4, 4), 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * (self.number + self.share)
+
+
+def numbered(kind: str) -> list[tuple[str, Any]]:
+    rates = [0.1, 0.2]
+    if kind == "partial":
+        return [(name, functools.partial(Numbered)) for name in ("first", "middle", "head")]
+    return [
+        ("first", lambda: Numbered(rates.pop())),
+        ("middle", lambda: Numbered(rates.pop())),
+        ("head", Numbered),
+    ]
+
+
+class Sharing(nn.Module):
+    """Scales by how often it or another layer was called."""
+
+    def __init__(self, context: dict[str, Any], seed: int) -> None:
+        super().__init__()
+        self.context, self.inner = context, filled(nn.Linear(4, 4), seed)
+
+    def forward(self, x: Tensor) -> Any:
+        self.context["calls"] += self.context["step"]
+        return self.inner(x) / (1 + self.context["calls"])
+
+
+def sharing(kind: str) -> list[tuple[str, Any]]:
+    context = {"calls": 0, "step": int(kind == "counting")}
+    return [
+        ("first", lambda: Sharing(context, 1)),
+        ("middle", lambda: Sharing(context, 2)),
+        ("head", lambda: filled(nn.Linear(4, 1), 3)),
+    ]
+
+
+REGISTRY = SimpleNamespace(first=nn.Linear(4, 4))
+
+
+def regularized(outputs: Tensor, targets: Tensor) -> Tensor:
+    weight: Tensor = REGISTRY.first.weight
+    return warming(outputs, targets) + weight.square().sum()
+
+
 def reset() -> None:
     """Begin anew, as another process does."""
     global calls, warmth
-    calls, warmth = 0, 1.0
+    calls, warmth, Numbered.made = 0, 1.0, 0
     Counting.seen.clear()
     TABLES.clear()
 

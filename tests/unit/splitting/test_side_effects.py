@@ -28,6 +28,10 @@ class Schedule:
         self.step += 1
 
 
+class Slotted:
+    __slots__ = ("step",)
+
+
 class Holder:
     total = 0
 
@@ -37,6 +41,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.schedule, self.array, self.queue = Schedule(), numpy.zeros(2), deque([1], maxlen=2)
+        self.slotted = Slotted()
         self.number, self.generator = float("nan"), random.SystemRandom()
 
     def forward(self, x: Tensor) -> Any:
@@ -47,6 +52,7 @@ class Net(nn.Module):
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "helper_of_a_net.py").write_text(
         "import random\nstep = 0\nrng = random.Random(1)\n"
+        "def count(store=[]):\n    store.append(1)\n    count.calls = len(store)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     __import__("helper_of_a_net")
@@ -65,6 +71,8 @@ def put(holder: Any, name: str, value: Any) -> None:
         (lambda net, helper: net.queue.append(2), "queue", "number"),
         (lambda net, helper: put(Holder, "total", 1), f"{__name__}.Holder", None),
         (lambda net, helper: put(helper, "step", 1), "helper_of_a_net.step", "number"),
+        (lambda net, helper: helper.count(), "helper_of_a_net.count", "number"),
+        (lambda net, helper: put(net.slotted, "step", 1), "slotted", "number"),
         (lambda net, helper: helper.rng.random(), "helper_of_a_net.rng", "generator"),
         (
             lambda net, helper: net.layer.weight.requires_grad_(False),
