@@ -265,26 +265,29 @@ def explain_error(error: BaseException) -> str:
 def held_by(function: Any) -> Iterator[Any]:
     """Yield what a callable has: attributes, what it is a method of, arguments, closure, globals.
 
-    Of the globals those whose names its code has, and what lists and dicts among them have.
+    Of the globals those whose names its code has. Of lists, dicts and namespaces their values, too.
     """
+    for each in _held_by(function):
+        yield each
+        found = vars(each) if isinstance(each, SimpleNamespace) else each
+        if isinstance(found, list | tuple | dict):
+            yield from list(found.values() if isinstance(found, dict) else found)[:MAX_HELD]
+
+
+def _held_by(function: Any) -> Iterator[Any]:
     yield from vars(function).values() if hasattr(function, "__dict__") else ()
     yield getattr(function, "__self__", None)
     if isinstance(call := vars(type(function)).get("__call__"), FunctionType):
-        yield from held_by(call)
+        yield from _held_by(call)
     if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *held_by(function.func))
+        yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
             yield cell.cell_contents
     if isinstance(function, FunctionType):
         yield from function.__defaults__ or ()
         for name in sorted(names_in(function.__code__)):
-            found = function.__globals__.get(name)
-            yield found
-            if isinstance(found, SimpleNamespace):
-                found = vars(found)
-            if isinstance(found, list | tuple | dict):
-                yield from list(found.values() if isinstance(found, dict) else found)[:MAX_HELD]
+            yield function.__globals__.get(name)
 
 
 MAX_HELD = 1000

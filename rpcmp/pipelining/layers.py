@@ -51,11 +51,11 @@ def chain_layers(config: Config) -> dict[str, LayerFactory]:
             raise ConfigError(f"{model.source} names two layers {name!r}")
         layers[name] = layer
     _check_names(list(layers), model.source)
-    _refuse_shared_parameters({name: layer() for name, layer in _ready(layers).items()})
+    _refuse_shared_parameters({name: layer() for name, layer in ready(layers).items()})
     return layers
 
 
-def _ready(layers: Mapping[str, LayerFactory]) -> dict[str, LayerFactory]:
+def ready(layers: Mapping[str, LayerFactory]) -> dict[str, LayerFactory]:
     """Return the layers that are modules already, or functions that may return the same one."""
     holders = defaultdict[int, set[str]](set)
     for name, layer in layers.items():

@@ -19,10 +19,11 @@ from torch import nn
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
+from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers
 from rpcmp.pipelining.layers import LayerFactory
 from rpcmp.worker.forward_state import copied, is_filled_in
-from rpcmp.worker.state_places import CODE, Objects, reached_places
+from rpcmp.worker.state_places import CODE, Objects, hidden_parameters, parts_of, reached_places
 from rpcmp.worker.state_values import ATOMS, content_of, plain_of
 
 
@@ -33,12 +34,14 @@ def build(
 
     Raises:
         FactoryError: one cannot be built.
+        ConfigError: one reads weights that another stage trains.
     """
     if config.model is None or config.cut is not None:
         return layers.build_layers(config, stage_index, names, loads), ()
     chain = layers.chain_layers(config)
     if len(chain) == len(names):
         return layers.build_layers(config, stage_index, names, loads, chain), ()
+    _require_own_weights(chain, names)
     before = [copied(place) for place in reached_places([*chain.items()])]
     modules = layers.build_layers(config, stage_index, names, loads, chain)
     moved = [
@@ -52,6 +55,25 @@ def build(
             each.put_back()
         modules = layers.build_layers(config, stage_index, names, loads, chain, in_order=True)
     return modules, _shared(chain, names)
+
+
+def _require_own_weights(chain: dict[str, LayerFactory], own: Collection[str]) -> None:
+    """Refuse a layer that hides another stage's module: here its weights would stay as they are."""
+    modules = {name: make() for name, make in layers.ready(chain).items()}
+    trained = {
+        parameter: name
+        for name, module in modules.items()
+        for parameter in module.parameters()
+        if name not in own and parameter.requires_grad
+    }
+    parts = parts_of([(f"{name}.", each) for name, each in modules.items() if name in own])
+    for path, parameter in hidden_parameters(parts, ()).items():
+        if parameter in trained:
+            raise ConfigError(
+                f"a layer of this stage reads {path!r}, which the layer {trained[parameter]!r} of "
+                "another stage trains: put both into one stage, or let each have its own weights "
+                "and list them in `tied`"
+            )
 
 
 def _shared(chain: dict[str, LayerFactory], own: Collection[str]) -> Objects:

@@ -99,12 +99,27 @@ def test_what_stages_would_count_each_alone_is_refused(
 BORROWING = 'model.layers="tests.zoo.counting:borrowing"'
 
 
-def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(job: JobFolder) -> None:
-    require_plain(configured(job, "as it is", 1, BORROWING), "as it is", counting.borrowing)
-    refused = "a gradient has come to middle.others.0.weight, of modules that the layers of this"
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        (
+            "as it is",
+            "a layer of this stage reads 'middle.others.0.weight', which the layer 'first'",
+        ),
+        (
+            "detached",
+            "a layer of this stage reads 'middle.others.0.weight', which the layer 'first'",
+        ),
+        ("global", "a gradient has come to tests.zoo.counting:REGISTRY.first.weight, of modules"),
+    ],
+)
+def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(
+    job: JobFolder, kind: str, refused: str
+) -> None:
+    require_plain(configured(job, kind, 1, BORROWING), kind, counting.borrowing)
     with (
-        local_group(configured(job, "as it is", 3, BORROWING)) as local,
         pytest.raises(JobError, match=refused),
+        local_group(configured(job, kind, 3, BORROWING)) as local,
     ):
         local.train()
 

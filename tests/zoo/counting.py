@@ -112,31 +112,34 @@ def reset() -> None:
     global calls, warmth
     calls, warmth, Numbered.made = 0, 1.0, 0
     Counting.seen.clear()
+    REGISTRY.first = nn.Linear(4, 4)
     TABLES.clear()
 
 
 class Borrowing(nn.Module):
     """Reads the weight of another layer, which it hides from torch; "moving": and moves its own."""
 
-    def __init__(self, other: nn.Linear, kind: str) -> None:
+    def __init__(self, others: list[nn.Linear], kind: str) -> None:
         super().__init__()
-        self.others, self.kind = [other], kind
+        self.others, self.kind = others, kind
         if kind == "moving":
             self.others = [filled(nn.Linear(4, 4), 5).requires_grad_(False)]  # type: ignore[list-item]
 
     def forward(self, x: Tensor) -> Tensor:
-        (other,) = self.others
+        (other,) = self.others or [REGISTRY.first]
         if self.kind == "moving":
             other.weight.data.mul_(0.9)
-        return x @ other.weight
+        weight = other.weight.detach() if self.kind == "detached" else other.weight
+        return x @ weight
 
 
 def borrowing(kind: str) -> list[tuple[str, Any]]:
-    first = nn.Linear(4, 4)
+    first = REGISTRY.first if kind == "global" else nn.Linear(4, 4)
     filled(first)
+    others = [] if kind == "global" else [first]
     return [
         ("first", lambda: first),
-        ("middle", lambda: Borrowing(first, kind)),
+        ("middle", lambda: Borrowing(others, kind)),
         ("head", lambda: filled(nn.Linear(4, 1), 3)),
     ]
 
