@@ -181,7 +181,7 @@ AT_MOST = {
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines that serve and drive": (
-        54_320,
+        54_340,
         "operations that hosts without code run; the driver's record; globals that layers change",
     ),
     "lines of the top": (590, ""),
@@ -195,7 +195,7 @@ AT_MOST = {
         "cuts are kept by the supervisor; a driver's record is signed, and believed if it is",
     ),
     "lines of net": (
-        4_570,
+        4_580,
         "signatures on a driver's record; a replaced authority ends connections",
     ),
     "lines of observability": (5_460, ""),

@@ -23,7 +23,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,7 +55,7 @@ MAX_OPERATIONS = 2**20
 _RUN_LENGTH = 64
 
 _PLAIN = rb"[N\x88\x89\]ae)\x85-\x87tsu\x90(01\x94\x93Rb\x81]"
-_FIXED = rb"[Kh].|M..|[Jj].{4}|G.{8}|\x80[\x02-\x05]|\x95.{8}"
+_FIXED = rb"[Kh].|M..|[Jj].{4}|G.{8}|\x80[\x02-\x05]"
 _SHORT = b"|".join(re.escape(bytes([length])) + b".{%d}" % length for length in range(256))
 _RUN = re.compile(
     rb"(?:%b|%b|[\x8cC\x8a](?:%b)){1,%d}+" % (_PLAIN, _FIXED, _SHORT, _RUN_LENGTH), re.DOTALL
@@ -65,6 +65,9 @@ _RUN = re.compile(
 _UNHASHED = {b"}": b"NQ", b"\x8f": b"NQ", b"\x91": b"t"}
 """Operations that make dicts and sets, and what stands in for them: an object that ignores what it
 gets (`persistent_load` of None), and a tuple."""
+
+FRAME = b"\x95"
+"""Tells how many bytes to read at once; 8 bytes with their number follow."""
 
 _LONG = {b"X": 4, b"B": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
 """Operations with long arguments, and the number of bytes of their lengths."""
@@ -92,8 +95,8 @@ def _bounded(data: bytes) -> bytes:
     Raises:
         FormatError: it would make its reader take far more memory than it has bytes.
     """
-    at = operations = copied = 0
-    parts = []
+    at = operations = 0
+    changes: list[tuple[int, int, bytes]] = []
     while (code := data[at : at + 1]) != b".":
         begin = at
         if (size := _LONG.get(code)) is not None:
@@ -103,8 +106,11 @@ def _bounded(data: bytes) -> bytes:
         elif (run := _RUN.match(data, at)) is not None:
             at = run.end()
         elif (instead := _UNHASHED.get(code)) is not None:
-            parts += [data[copied:at], instead]
-            at = copied = at + 1
+            at += 1
+            changes.append((begin, at, instead))
+        elif code == FRAME:
+            at += 9
+            changes.append((begin, at, b""))
         else:
             raise FormatError("a pickle with what Python's pickler does not write")
         operations += min(at - begin, _RUN_LENGTH)  # or less: some have arguments
@@ -112,7 +118,16 @@ def _bounded(data: bytes) -> bytes:
             raise FormatError(f"a pickle of more than {MAX_OPERATIONS:,} operations")
     if at + 1 != len(data):
         raise FormatError("a pickle that goes on behind its end")
-    return b"".join((*parts, data[copied:])) if parts else data
+    return _changed(data, changes) if any(instead for _, _, instead in changes) else data
+
+
+def _changed(data: bytes, changes: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """Return data with some parts replaced; without frames, whose lengths would be others."""
+    parts, copied = [], 0
+    for begin, end, instead in changes:
+        parts += [data[copied:begin], instead]
+        copied = end
+    return b"".join((*parts, data[copied:]))
 
 
 class _Reader(pickle.Unpickler):

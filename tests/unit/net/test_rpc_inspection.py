@@ -405,6 +405,12 @@ def test_everything_that_the_pickler_writes_is_read(value: object, length: int) 
             rpc_pickle.require(pickle.dumps(each, protocol=protocol), "driver", is_call=False)
 
 
+def test_dicts_in_several_frames_are_read() -> None:
+    value = [({"a": n, "b": {n}}, "x" * 1000, frozenset([n]), b"y" * 70_000) for n in range(200)]
+    for protocol in (4, 5):
+        rpc_pickle.require(pickle.dumps(value, protocol=protocol), "driver", is_call=False)
+
+
 def test_the_spans_of_a_whole_trace_pass_in_one_message() -> None:
     spans = [
         Span(Kind.FORWARD, n, n, 10**12 + n, 10**13 + n, 10**14 + n)
