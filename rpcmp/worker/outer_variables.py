@@ -139,6 +139,7 @@ class _Walk:
     def __init__(self) -> None:
         self.found: dict[str, StatePlace] = {}
         self._seen: set[tuple[FunctionType, type | None]] = set()
+        self._modules: set[str] = set()
 
     def follow(self, name: str, value: Any) -> None:
         """Go from a module or function to what it calls."""
@@ -147,6 +148,7 @@ class _Walk:
             function, path, is_outer, kind = stack.pop()
             if (function, kind) not in self._seen:
                 self._seen.add((function, kind))
+                self._modules.clear()
                 stack += self._reached(function, path, is_outer, kind)
 
     def _reached(
@@ -183,7 +185,8 @@ class _Walk:
             for each in functions:
                 yield (each, place.name, place.is_outer, kind)
         elif isinstance(value, ModuleType):
-            if not _is_library(value.__name__):
+            if not _is_library(value.__name__) and place.name not in self._modules:
+                self._modules.add(place.name)  # two that import each other would never end
                 own = vars(value)
                 for name in sorted(own.keys() & names):
                     inner = StatePlace(f"{value.__name__}:{name}", own, name, True)

@@ -19,7 +19,7 @@ from rpcmp.pipelining import pytree
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, itertools.count, enum.Enum)
-LARGE = 10_000
+LARGE, LARGE_TENSOR = 10_000, 2**24
 
 SEVERAL = (list, tuple, dict, set, frozenset, deque)
 
@@ -34,7 +34,9 @@ def is_plain(value: Any, depth: int = 4) -> bool:
 
 
 def is_large(value: Any) -> bool:
-    """Whether a container has more values than it is worth to copy; no forward fills so many."""
+    """Whether a table has more values than it is worth to copy; no forward fills so many."""
+    if isinstance(value, Tensor):
+        return value.numel() > LARGE_TENSOR
     waiting, count = [value], 0
     while waiting and count <= LARGE:
         each = waiting.pop()

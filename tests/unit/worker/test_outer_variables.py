@@ -270,6 +270,25 @@ def test_caches_flags_and_tables_that_grow_have_not_changed() -> None:
         assert found is None or len(found) == 4
 
 
+def test_two_files_that_import_each_other_are_followed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = sys.modules["tests_of_counting"], sys.modules["tests_of_counts"]
+    text = (
+        "def forward(x):\n    tests_of_counts.tests_of_counting.tests_of_counts.calls += 1\n"
+        "    return x * tests_of_counts.calls"
+    )
+    vars(one).update(tests_of_counts=two)
+    vars(two).update(tests_of_counting=one)
+    exec(text, vars(one))
+    module = nn.Identity()
+    module.forward = vars(one)["forward"]  # type: ignore[method-assign]
+    state = ForwardState([("", module)])
+    before = state.copy()
+    called(module, 1)
+    assert [each.place.name for each in before if each.has_changed] == ["tests_of_counts:calls"]
+
+
 def test_packages_of_others_are_not_followed() -> None:
     own = [("linear.", nn.Linear(2, 2)), ("lstm.", nn.LSTM(2, 2)), ("relu", torch.relu)]
     assert variables_of(own) == []
