@@ -15,9 +15,10 @@ code run, no file read or written, no tensor seen, no run ended.
                 reach the workers' ports; a warning says so, and the unpickler guards these
         shown   test_localpeer, test_neighbours, test_tunnel
     The holder of a stage's certificate (of its host, or of a job's code on it)
-        can     serve that stage: see its inputs, send wrong activations, gradients and parameters,
-                end the job; call the methods for members, while the job runs and the stage belongs
-                to it; fill its own share of memory and links
+        can     serve that stage: see its inputs, ask others for outputs and samples of the step
+                under way, send wrong activations, gradients and parameters, end the job; call the
+                methods for members, while the job runs and the stage belongs to it; fill its own
+                share of memory and links
         cannot  make another host's process do anything outside of the protocol: call operators or
                 functions, read or write files, address memory; read other stages' snapshots, or be
                 another member; tell the next driver of a run that no driver has recorded, or that

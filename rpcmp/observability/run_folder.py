@@ -24,6 +24,7 @@ from typing import IO, Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
+from rpcmp.config.files import MIB, read_bytes
 from rpcmp.config.schema import Config
 from rpcmp.config.stored import redacted
 from rpcmp.observability import events
@@ -80,6 +81,10 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LOG = "log.txt"
 TRACE = "trace.json.gz"
+
+
+MAX_INFO = MIB
+"""Of a run's description, in a folder that others may write to."""
 
 
 class RunInfo(BaseModel):
@@ -238,7 +243,7 @@ class RunFolder:
         folders = []
         for path in self.path.parent.glob(f"*/{RUN}"):
             with contextlib.suppress(OSError, ValueError):
-                info = RunInfo.model_validate_json(path.read_bytes())
+                info = RunInfo.model_validate_json(read_bytes(path, MAX_INFO))
                 if info.run == run and path.parent != self.path:
                     folders.append((info.started, path.parent.name))
         return max(folders)[1] if folders else None

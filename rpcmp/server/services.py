@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import platform
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from rpcmp.checkpoint import files
 from rpcmp.checkpoint.folder import remove
 from rpcmp.errors import BusyError, ConfigError, RelayError
+from rpcmp.net.identity import Role
 from rpcmp.net.peer_connection import PeerConnection
 from rpcmp.net.port import GREETING_SECONDS, IncomingConnection, PortMultiplexer
 from rpcmp.process import resources
@@ -221,8 +223,9 @@ class RendezvousServicer(control_pb2_grpc.RendezvousServicer):
         return pb.AddResponse(generation=claim.generation, value=value)
 
 
-MAX_FETCHING = 64
-"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here."""
+MAX_FETCHING, MAX_FETCHING_EACH = 64, 16
+"""Fetch calls at a time: by the mirror, and after a fault by each stage that needs what is here. Of
+one certificate's role the second number: one that does not read keeps out no other."""
 
 
 class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
@@ -230,7 +233,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
 
     def __init__(self, server: StageServer, callers: Callers) -> None:
         self._server, self._callers = server, callers
-        self._fetching = 0
+        self._fetching = Counter[Role | None]()
 
     async def Fetch(
         self, request: pb.FetchRequest, grpc_context: GrpcContext
@@ -240,7 +243,7 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         role = self._callers.role(grpc_context.peer())
         claim.group.require_may_fetch(role, request, claim.mirrored_by, claim.moves_layers)
         snapshot_store = self._store_of(request.job_id)
-        with self._one_more():
+        with self._one_more(role):
             async for part in snapshot_store.stream(request):
                 yield part
 
@@ -287,15 +290,17 @@ class SnapshotsServicer(control_pb2_grpc.SnapshotsServicer):
         return pb.RemoveResponse()
 
     @contextlib.contextmanager
-    def _one_more(self) -> Iterator[None]:
+    def _one_more(self, role: Role | None) -> Iterator[None]:
         """Count a Fetch call; each holds a part in memory."""
-        if self._fetching >= MAX_FETCHING:
+        if self._fetching.total() >= MAX_FETCHING:
             raise BusyError(f"{MAX_FETCHING} others fetch from this server already")
-        self._fetching += 1
+        if role is not None and self._fetching[role] >= MAX_FETCHING_EACH:
+            raise BusyError(f"{role} fetches {MAX_FETCHING_EACH} times from this server already")
+        self._fetching[role] += 1
         try:
             yield
         finally:
-            self._fetching -= 1
+            self._fetching[role] -= 1
 
     def _store_of(self, job_id: str) -> SnapshotStore:
         """Return the snapshot store, if it holds the caller's job."""

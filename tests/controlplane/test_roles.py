@@ -7,16 +7,17 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rpcmp.errors import RpcmpError, SecurityError
-from rpcmp.net.identity import RELAY
+from rpcmp.errors import BusyError, RpcmpError, SecurityError
+from rpcmp.net.identity import RELAY, Role
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import CheckpointEvent
 from rpcmp.server.client import StageClient
+from rpcmp.server.services import MAX_FETCHING_EACH, SnapshotsServicer
 from rpcmp.v1 import control_pb2 as pb
 from tests.support.controlplane.cluster import Cluster, in_event_loop, reference
 from tests.support.lan import cli, issue
@@ -144,6 +145,20 @@ async def test_a_member_can_read_its_groups_data(tmp_path: Path, certs: Path) ->
             assert await job.fetch(name, path=str(job.file)) == job.file.stat().st_size
             added = await job.ask(name, lambda one: one.store_add(job.identity, "members", 1))
             assert added == str(count).encode()
+
+
+def test_a_role_that_does_not_read_its_answers_keeps_no_other_out() -> None:
+    servicer = SnapshotsServicer(cast(Any, None), cast(Any, None))
+    one, other = Role("stage", 1), Role("stage", 2)
+    with contextlib.ExitStack() as fetching:
+        for _ in range(MAX_FETCHING_EACH):
+            fetching.enter_context(servicer._one_more(one))
+        with pytest.raises(BusyError, match="stage 1 fetches 16 times"), servicer._one_more(one):
+            pass
+        with servicer._one_more(other):
+            pass
+    with servicer._one_more(one):
+        pass
 
 
 @in_event_loop
