@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -575,21 +575,18 @@ def sleepy(member: str, marker: str) -> Layers:
 class Drowsy(nn.Module):
     """Sleeps in every forward of the one member that creates the marker.
 
-    Its process remembers that: an attribute of the module would be put back after an evaluation.
+    The marker has that process's number: whatever the process itself kept would be put back after
+    an evaluation.
     """
-
-    sleeping: ClassVar[dict[Path, bool]] = {}
 
     def __init__(self, member: str, marker: str) -> None:
         super().__init__()
         self.member, self.marker = member, Path(marker)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.marker not in self.sleeping:
-            is_first = not self.marker.exists()
-            self.sleeping[self.marker] = is_first and rpc.get_worker_info().name == self.member
-        if self.sleeping[self.marker]:
-            self.marker.touch()
+        if not self.marker.exists() and rpc.get_worker_info().name == self.member:
+            self.marker.write_text(str(os.getpid()))
+        if self.marker.exists() and self.marker.read_text() == str(os.getpid()):
             time.sleep(0.1)
         return x
 
