@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from rpcmp.job.driver_record import invitation
 from rpcmp.net.peer_connection import Dialer
 from rpcmp.net.security import Security
 from rpcmp.observability.events import state_name
-from rpcmp.process.sandbox.confinement import FileAccess, hidden_by, secrets_in
+from rpcmp.process.sandbox.confinement import FileAccess, has_home, hidden_by, secrets_in
 from rpcmp.server.client import StageClient
 from rpcmp.server.connection import versions
 from rpcmp.v1 import control_pb2 as pb
@@ -68,8 +67,7 @@ def code_access(config: Config, addresses: Sequence[str]) -> FileAccess | None:
     with contextlib.suppress(RuntimeError):  # this user has no home
         hidden.append(str(cut_cache.key_file()))
     access = FileAccess(hidden=tuple(hidden))
-    home = os.path.realpath(os.path.expanduser("~"))
-    if not Path(home).is_relative_to(config.folder.resolve()):
+    if not has_home(config.folder):
         return access.reading(config.folder, *config.paths_read)
     log.warning(
         "the config lies in %s, which is or has your home: of it the job's code can read Python "

@@ -1,13 +1,9 @@
 """Build the layers of a stage as a process does that builds all of them, where that matters.
 
-class Block(nn.Module):
-    made = 0
-    def __init__(self):
-        Block.made += 1          the second layer's number is 2, in any stage
-        self.number = Block.made
+    Block.made += 1           in a constructor: the count goes on from layer to layer, in any stage
+    lambda: Block(context)    for two layers: one object in one process; in two it is watched
 
-context = {}                     what two layers get is one object, in one process; in two
-layers = [("a", lambda: Block(context)), ("b", lambda: Block(context))]      it is watched
+Only layers that are written by hand have constructors; those of a cut are of one module.
 """
 
 from __future__ import annotations

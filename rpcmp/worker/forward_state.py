@@ -218,6 +218,7 @@ def is_filled_in(before: Any, now: Any) -> bool:
 
 
 LOOKED_AT = 8
+"""First steps that are all looked at."""
 
 PROBED = 256
 """Elements of a parameter that are looked at for changes."""

@@ -225,14 +225,19 @@ def secrets_in(folder: Path) -> Iterator[str]:
                     waiting.append((entry.path, depth - 1))
 
 
+def has_home(folder: Path | str) -> bool:
+    """Whether a folder is the user's home, or has it."""
+    home = os.path.realpath(os.path.expanduser("~"))
+    return Path(home).is_relative_to(os.path.realpath(folder))
+
+
 def _interpreter_paths() -> Iterator[str]:
     package = Path(errors.__file__).parent
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, str(package))
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    home = os.path.realpath(os.path.expanduser("~"))
     for path in (*sys.path, *libraries):
         # An empty part of PYTHONPATH means the current directory, which may well be the home.
-        if os.path.isabs(path) and not Path(home).is_relative_to(os.path.realpath(path)):
+        if os.path.isabs(path) and not has_home(path):
             yield path
 
 
