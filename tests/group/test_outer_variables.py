@@ -110,7 +110,8 @@ BORROWING = 'model.layers="tests.zoo.counting:borrowing"'
             "detached",
             "a layer of this stage reads 'middle.others.0.weight', which the layer 'first'",
         ),
-        ("global", "a gradient has come to tests.zoo.counting:REGISTRY.first.weight, of modules"),
+        # The stages are of one process here, so the first one's bias may have its gradient too.
+        ("global", r"a gradient has come to tests.zoo.counting:REGISTRY.first.weight.*, of mod"),
     ],
 )
 def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(
