@@ -206,7 +206,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Return False for what clients can have logged as often as they like.
 
     That is what gRPC and asyncio log about bytes that are not UTF-8, and gRPC about a method that
-    goes on after its connection, and so its server, has ended.
+    goes on after its connection, and so its server, has ended, or whose answer finds nobody.
     """
     if record.name == "asyncio":
         error = record.exc_info[1] if record.exc_info else None
@@ -214,8 +214,9 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
         return traceback is None or "_cygrpc" not in traceback.tb_frame.f_code.co_filename
     text = record.getMessage()
     is_stopped = text.startswith("Aborting method") and "server stop" in text
+    is_unsent = text.startswith("ExecuteBatchError raised in core")
     is_header = text.startswith("Invalid encoding")
-    return not (is_stopped or is_header or isinstance(record.msg, UnicodeDecodeError))
+    return not (is_stopped or is_unsent or is_header or isinstance(record.msg, UnicodeDecodeError))
 
 
 for _name in ("grpc._cython.cygrpc", "asyncio"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import re
 import socket
@@ -110,6 +111,15 @@ def test_a_method_that_ends_after_its_connection_logs_nothing(
     with caplog.at_level("WARNING"):
         asyncio.run(run())
     assert not caplog.records
+
+
+def test_an_answer_that_finds_nobody_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that hangs up while its answer is written: seen once in 50,000 malformed inputs."""
+    cygrpc = logging.getLogger("grpc._cython.cygrpc")
+    cygrpc.error("ExecuteBatchError raised in core by servicer method [%s]", "/rpcmp.v1.Control")
+    assert not caplog.records
+    cygrpc.error("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/rpcmp.v1.Control")
+    assert len(caplog.records) == 1
 
 
 def test_a_folder_too_deep_for_sockets_is_a_config_error(tmp_path: Path) -> None:
