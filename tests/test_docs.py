@@ -357,6 +357,18 @@ def test_every_option_that_a_page_names_exists() -> None:
     assert [place for place in named if place[1] not in known] == []
 
 
+def test_each_row_of_what_plain_pytorch_does_names_the_tests_that_show_it() -> None:
+    table = re.search(r"\| in plain PyTorch .*?\n\n", guide("promises"), re.DOTALL)
+    assert table is not None
+    _, _, *rows = table.group().strip().splitlines()
+    shown = [re.findall(r"`(\w+)`", row.split("|")[-2]) for row in rows]
+    files = (ROOT / "tests").rglob("test_*.py")
+    tests = {name for path in files for name in re.findall(r"def test_(\w+)", path.read_text())}
+    assert all(shown)
+    assert {name for names in shown for name in names} - tests == set()
+    assert len(rows) > 30
+
+
 def test_the_table_of_commands_has_each_with_its_one_line() -> None:
     rows = dict(re.findall(r"^\| `rpcmp (\w+)[^|]*` \| (.*) \|$", README, re.MULTILINE))
     assert sorted(rows) == sorted(COMMANDS)

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,10 +89,10 @@ class AllowList:
         parts = module.split(".")
         names = [".".join(parts[: count + 1]) for count in range(len(parts))]
         for name in filter(self._is_below, names):
-            found = importlib.import_module(name)
+            found = import_module(name)
             if not self._is_below(getattr(found, "__name__", None)):
                 raise FactoryError(self._not_here(f"{name!r}, which is another module,"))
-        return importlib.import_module(module)
+        return import_module(module)
 
     def _step(self, owner: object, name: str) -> object:
         """Return an attribute of an allowed module or class; it must be allowed itself."""
@@ -120,6 +121,28 @@ class AllowList:
             f"{what} is not allowed by this host, which allows torch.nn, torch.optim, "
             f"rpcmp.losses, rpcmp.metrics and rpcmp.examples{given}"
         )
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module; `TABLE = torch.randn(4)` in a file is the same in every process.
+
+    It would be another one in each stage, and after each fault. Generators go on as they were.
+    """
+    if name in sys.modules or "torch" not in sys.modules:  # such a process computes nothing
+        return importlib.import_module(name)
+    import numpy.random
+    import torch
+
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    try:
+        return importlib.import_module(name)
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def _built_in(module: str, attribute: str) -> Callable[..., Any]:
@@ -173,7 +196,7 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
     try:
         for allowed in _lists:
             return allowed.find(module_name, attribute)
-        target: Any = importlib.import_module(module_name)
+        target: Any = import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
     except FactoryError as error:

@@ -30,7 +30,8 @@ from rpcmp.worker.forward_state import ForwardState, ParameterWatch, watch_param
 from rpcmp.worker.model import AUTOCAST_DTYPES
 from rpcmp.worker.objective import rows
 from rpcmp.worker.parameter_hooks import require_linear, require_own
-from rpcmp.worker.training_check import quiet, require_independent, require_unmoved
+from rpcmp.worker.second_forward import require_unmoved
+from rpcmp.worker.training_check import quiet, require_independent
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""

@@ -39,8 +39,8 @@ from rpcmp.rpc.messages import (
     Trained,
 )
 from rpcmp.rpc.transport import Transport, results
-from rpcmp.worker.outer_variables import require_not_shared
 from rpcmp.worker.stage import Stage
+from rpcmp.worker.variables_watch import require_not_shared
 
 log = logging.getLogger(__name__)
 

@@ -193,6 +193,21 @@ class DatasetInfo(NamedTuple):
     streams: list[str]
 
 
+class VariableUse(NamedTuple):
+    """What a stage has of a variable outside of modules; see `rpcmp.worker.variables_watch`.
+
+    Attributes:
+        change: empty if it has not changed since the last look.
+        is_filled: whether it is another than when the stage was built.
+        content: of the value, or by key of a dict: how many numbers there are, their sum, and that
+            of their sizes; empty of anything else, and if that moves.
+    """
+
+    change: str
+    is_filled: bool
+    content: dict[str, tuple[float, ...]]
+
+
 class StepReport(NamedTuple):
     """A stage's figures of one optimizer step.
 
@@ -201,15 +216,15 @@ class StepReport(NamedTuple):
         core_seconds: in which the compute thread had a core, "used", or waited for one, "waited".
         learning_rates: of its parameter groups. Empty without trainable parameters, or if the
             user's optimizer does not call them "lr".
-        variables: outside of modules that the stage's code reaches, and how they have changed; see
-            `rpcmp.worker.outer_variables`. None: this step did not look.
+        variables: outside of modules that the stage's code reaches, by name. None: this step did
+            not look.
     """
 
     step: int
     busy_seconds: dict[str, float]
     core_seconds: dict[str, float]
     learning_rates: list[float]
-    variables: dict[str, str] | None = None
+    variables: dict[str, VariableUse] | None = None
 
     @property
     def learning_rate(self) -> float | None:

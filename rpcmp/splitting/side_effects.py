@@ -99,20 +99,26 @@ def function_nodes(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> dict[
     Args:
         entered: nodes at which the graph that is of interest begins.
     """
-    found: dict[Any, str] = {}
-    seen, kinds = set(entered), dict[str, list[type[Function]]]()
+    nodes = [each for each in _nodes(outputs, entered) if isinstance(each, BackwardCFunction)]
+    kinds = _kinds() if nodes else {}
+    return {node: name for node in nodes if (name := _name_of(node, kinds))}
+
+
+def parameters_of(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> list[nn.Parameter]:
+    """Return the parameters that outputs depend on, wherever they are."""
+    leaves = (getattr(node, "variable", None) for node in _nodes(outputs, entered))
+    return [each for each in leaves if isinstance(each, nn.Parameter)]
+
+
+def _nodes(outputs: Sequence[Any], entered: Sequence[Any]) -> Iterator[Any]:
+    seen = set(entered)
     waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction):
-            kinds = kinds or _kinds()
-            if name := _name_of(node, kinds):
-                found[node] = name
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
 
 
 def _name_of(node: BackwardCFunction, kinds: Mapping[str, Sequence[type[Function]]]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from rpcmp.errors import some_of
+from rpcmp.errors import ConfigError, some_of
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import MicrobatchMeta
 from rpcmp.splitting.layer import SplitLayer
@@ -16,20 +17,21 @@ from rpcmp.splitting.side_effects import (
     functions_of,
     has_backward_hooks,
     noted_hooks,
+    parameters_of,
 )
-from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.forward_state import ForwardState, ParameterWatch
 from rpcmp.worker.injected_gradients import require_one_addition
 from rpcmp.worker.inner_gradients import whole_derivatives
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.objective import rows
 from rpcmp.worker.parameter_hooks import require_linear
-from rpcmp.worker.training_check import (
+from rpcmp.worker.second_forward import (
+    DataDependentInit,
     differs_from_call_to_call,
-    quiet,
-    require_independent,
-    require_linear_backward,
+    require_repeatable,
     require_unmoved,
 )
+from rpcmp.worker.training_check import quiet, require_independent, require_linear_backward
 
 SAMPLES = 4
 """That gradients of Functions are looked at for; two parts of two: batch normalization is on."""
@@ -49,6 +51,8 @@ class FirstForward:
         self._before: list[Any] | None = None
         self._functions: list[str] = []
         self._hooks: list[str] = []
+        self._parameters: ParameterWatch | None = None
+        self._init: DataDependentInit | None = None
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         """Return the outputs of a micro-batch.
@@ -56,13 +60,30 @@ class FirstForward:
         Raises:
             ConfigError: the forward asks for a derivative that it would get a part of.
         """
+        if self._parameters is None:
+            self._model.set_mode(training=True)  # which may merge weights
+            self._parameters = self._model.watch()
+            if self._has_parts(meta):
+                self._init = DataDependentInit(self._model.forward_state(), self._parameters)
         entered = [each.grad_fn for each in pytree.tensors(inputs)]
         seen = SideEffects()
         with whole_derivatives(inputs, self._partial), noted_hooks(seen):
             outputs = self._model.forward(inputs, meta)
         self._inputs, self._hooks = inputs, seen.hooks
         self._functions = functions_of(pytree.tensors(outputs), entered).functions
+        self._require_own_parameters(parameters_of(pytree.tensors(outputs), entered))
         return outputs
+
+    def _require_own_parameters(self, read: Sequence[nn.Parameter]) -> None:
+        own = {id(each) for _, each in self._model.named_parameters()}
+        names = {id(each): name for name, each in self._model.hidden.items()}
+        if foreign := [each for each in read if id(each) not in own]:
+            shown = [names.get(id(each), f"one of the shape {[*each.shape]}") for each in foreign]
+            raise ConfigError(
+                f"the outputs depend on parameters that no layer of this stage has, so no "
+                f"optimizer trains them here ({some_of(shown)}): let a layer have them as "
+                "attributes, and `tied` name them if several layers do, or freeze them"
+            )
 
     def check(self, meta: MicrobatchMeta) -> bool:
         """Check the micro-batch's forward; False: the next one is needed, too.
@@ -70,12 +91,15 @@ class FirstForward:
         Raises:
             ConfigError: what it computes or keeps is another sum for other micro-batches.
         """
+        with _flags_kept([each for _, each in self._model.named_parameters()]):
+            return self._check(meta)
+
+    def _check(self, meta: MicrobatchMeta) -> bool:
         variables = self._model.variables
         if variables is not None and variables.have_moved():
             variables.matters = self._depends_on_calls(meta)
-        if not self._adds_up or meta.round.num_microbatches == 1:
-            return True
-        if meta.num_samples == 1 and self._before is None:
+        has_parts = self._has_parts(meta)
+        if has_parts and meta.num_samples == 1 and self._before is None:
             self._before = self._inputs
             return False
         state = self._model.forward_state()
@@ -86,10 +110,18 @@ class FirstForward:
             own = pytree.map_tensors(Tensor.clone, inputs)  # it may write to them
             return self._model.forward(own, other if draws_others else meta, eagerly=True)
 
-        require_linear(self._model.named_parameters())
         modules = [*self._model.modules()]
+        # A graph has nothing that it could keep; and nobody puts parameters back.
+        if not self._model.is_cut and not (self._parameters and self._parameters.changed()):
+            with quiet(modules):
+                require_repeatable(forward, (parts[1], self._inputs), state)
+        if not has_parts:
+            return True
+        require_linear(self._model.named_parameters())
         with quiet(modules):
             require_unmoved(forward, parts[0], state, self._model.watch)
+            if self._init is not None:
+                self._init.require_none(forward, parts[0])
             # In a cut batch normalization cannot be told apart, to be left out.
             if not any(isinstance(each, SplitLayer) and each.needs_two_samples for each in modules):
                 require_independent(forward, parts, counts, state)
@@ -103,6 +135,9 @@ class FirstForward:
                 what = f"{some_of(changing)} changes gradients"
                 require_linear_backward(forward, parts, counts, trained, state, what)
         return True
+
+    def _has_parts(self, meta: MicrobatchMeta) -> bool:
+        return self._adds_up and meta.round.num_microbatches > 1
 
     def _depends_on_calls(self, meta: MicrobatchMeta) -> bool:
         def forward(inputs: list[Any], _: bool) -> Any:
@@ -142,3 +177,15 @@ class FirstForward:
 
 def _with_backward_hooks(modules: Sequence[nn.Module]) -> list[str]:
     return [f"a hook of {type(each).__name__}" for each in modules if has_backward_hooks(each)]
+
+
+@contextlib.contextmanager
+def _flags_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Undo what forwards in this block freeze, as one may that counts its calls."""
+    before = [each.requires_grad for each in parameters]
+    try:
+        yield
+    finally:
+        for each, flag in zip(parameters, before, strict=True):
+            if each.requires_grad != flag:
+                each.requires_grad_(flag)

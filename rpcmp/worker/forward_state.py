@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
-from rpcmp.worker.outer_variables import CHANGED, COUNTED, StatePlace
+from rpcmp.worker.outer_variables import StatePlace
 from rpcmp.worker.state_places import (
     Modules,
     Objects,
     is_new,
-    outer_places,
     parts_of,
     places_of,
-    places_within,
 )
 from rpcmp.worker.state_values import (
     are_equal_tensors,
@@ -146,61 +144,6 @@ class ForwardState:
         return [*places_of(self._parts, self._objects)]
 
 
-class VariablesWatch:
-    """Tells after some steps which variables outside of modules a stage's code changes.
-
-    What is only filled in, as a cache is, has not changed. The first step fills in.
-
-    Args:
-        shared: objects that layers of this stage and of others get; each process has its own.
-
-    Attributes:
-        matters: whether the stage's outputs may depend on what it changes.
-    """
-
-    def __init__(self, modules: Modules, objects: Objects = (), shared: Objects = ()) -> None:
-        self._parts, self._objects, self._steps = parts_of(modules), objects, 0
-        self._shared = shared
-        self._before = self._contents()
-        self._of_loss = {each.name for each in outer_places((), objects)}
-        self.matters = True
-
-    def have_moved(self) -> bool:
-        """Whether one is another than when the stage was built."""
-        return any(
-            name in self._before and not is_filled_in(self._before[name], now)
-            for name, now in self._contents().items()
-        )
-
-    def after_step(self) -> dict[str, str] | None:
-        """Return by name what has become of each since the last look; None if this step has none.
-
-        Each of the first steps is looked at, and then one of twice as many, and so on.
-        """
-        self._steps += 1
-        if self._steps > LOOKED_AT and self._steps.bit_count() > 1:
-            return None
-        before, self._before = self._before, self._contents()
-        if self._steps == 1:
-            return None
-        return {name: self._change(name, before, now) for name, now in self._before.items()}
-
-    def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
-        if name not in before or is_filled_in(before[name], now):
-            return ""
-        return CHANGED if self.matters or name in self._of_loss else COUNTED
-
-    def _contents(self) -> dict[str, Any]:
-        found = {}
-        of_both = (each for name, value in self._shared for each in places_within(name, value))
-        for each in (*outer_places(self._parts, self._objects), *of_both):
-            value = each.owner.get(each.key)
-            found[each.name] = (
-                dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
-            )
-        return found
-
-
 def is_filled_in(before: Any, now: Any) -> bool:
     """Whether nothing is another than before, but what was not there: a cache, a flag, a table.
 
@@ -216,9 +159,6 @@ def is_filled_in(before: Any, now: Any) -> bool:
         return len(before) == len(now) and all(map(is_filled_in, before, now))
     return is_equal(before, now)
 
-
-LOOKED_AT = 8
-"""First steps that are all looked at."""
 
 PROBED = 256
 """Elements of a parameter that are looked at for changes."""

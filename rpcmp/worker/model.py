@@ -44,11 +44,11 @@ from rpcmp.worker.forward_state import (
     ForwardState,
     ParameterWatch,
     StateCopy,
-    VariablesWatch,
     watch_parameters,
 )
 from rpcmp.worker.loss import LOSS, SinkLoss
 from rpcmp.worker.state_places import Stateful, hidden_parameters, parts_of
+from rpcmp.worker.variables_watch import VariablesWatch
 
 log = logging.getLogger(__name__)
 
@@ -209,12 +209,12 @@ class StageModel:
         return ParameterWatch(base | self.hidden)
 
     def watch(self) -> ParameterWatch:
-        """Watch the parameters; see `watch_parameters`."""
-        return watch_parameters(self.named_parameters(), self.modules())
+        """Watch the parameters and hidden ones; see `watch_parameters`."""
+        return watch_parameters([*self.named_parameters(), *self.hidden.items()], self.modules())
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta, eagerly: bool = False) -> Any:
         header = meta.round
-        self._set_mode(header.is_training)
+        self.set_mode(header.is_training)
         for index, (name, call) in enumerate((self._modules if eagerly else self._calls).items()):
             random_streams.seed_all(self._seed, header.mode.value, header.step, meta.draw, name)
             with self._autocast:
@@ -231,7 +231,7 @@ class StageModel:
         except Exception as error:
             raise compiling.explain(name, error) from error
 
-    def _set_mode(self, training: bool) -> None:
+    def set_mode(self, training: bool) -> None:
         """Call `train` whenever the mode changes, as a plain training loop does.
 
         What modules do in `train`, such as to merge weights, is no change of an evaluation.
@@ -298,6 +298,11 @@ class StageModel:
         }
         return {layer: checksum(named) for layer, named in of_layers.items() if named}
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether all layers are parts of a module that was cut."""
+        return all(isinstance(each, SplitLayer) for each in self._modules.values())
+
     def modules(self) -> Iterator[nn.Module]:
         for layer in self._stored.values():
             yield from layer.modules()
@@ -319,7 +324,7 @@ class StageModel:
 
     def smallest_microbatch(self) -> int:
         """Return the number of samples that this stage needs in a micro-batch to train."""
-        self._set_mode(training=True)
+        self.set_mode(training=True)
         return microbatches.smallest_for(self._modules.values())
 
     def signature(self) -> dict[str, str]:

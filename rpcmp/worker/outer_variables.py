@@ -15,15 +15,13 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from rpcmp.config import importing
-from rpcmp.errors import ConfigError
-from rpcmp.rpc.messages import StepReport
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +35,6 @@ CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 
 MOST_HELD = 100
 """Values of a container that are looked at for functions."""
-
-
-CHANGED, COUNTED = "changed", "counted"
-"""What a stage's forward has done to a variable, in a `StepReport`: counted: its outputs do not
-depend on it."""
 
 
 class StatePlace(NamedTuple):
@@ -103,33 +96,6 @@ def variables_of(callables: Iterable[tuple[str, Any]]) -> list[StatePlace]:
     return [*walk.found.values()]
 
 
-def require_not_shared(reports: Mapping[str, StepReport]) -> None:
-    """Check that no stage reaches a variable that another one changes.
-
-    Args:
-        reports: of a step, by stage.
-
-    A mere count in all of them, on which no output depends, may be for a log: a warning.
-
-    Raises:
-        ConfigError: one does.
-    """
-    found = {stage: report.variables for stage, report in reports.items() if report.variables}
-    for changing, variables in found.items():
-        for name, change in variables.items():
-            others = [stage for stage in found if stage != changing and name in found[stage]]
-            if not change or not others:
-                continue
-            if all(found[stage][name] == COUNTED for stage in (changing, *others)):
-                log.warning("%s counts in each stage by itself, with each forward", name)
-                continue
-            raise ConfigError(
-                f"the stages {changing!r} and {others[0]!r} both use {name!r}, which changes with "
-                "each step: each process has its own, and so another than one process would have: "
-                "let layers of one stage use it, and return what others need"
-            )
-
-
 Step = tuple[FunctionType, str, bool, type | None]
 """A function on the way: how it was reached, whether all processes have that name, and the
 class whose methods it may call."""
@@ -150,6 +116,8 @@ class _Walk:
                 self._seen.add((function, kind))
                 self._modules.clear()
                 stack += self._reached(function, path, is_outer, kind)
+        if stack:
+            _tell_rest(name)
 
     def _reached(
         self, function: FunctionType, path: str, is_outer: bool, kind: type | None
@@ -213,6 +181,16 @@ class _Walk:
             for name in sorted(vars(base).keys() & names):
                 place = StatePlace(_path_of(base, name), Attributes(base), name, True)
                 yield from self._see(place, (), kind)
+
+
+@functools.cache
+def _tell_rest(name: str) -> None:
+    log.warning(
+        "code that %s calls has more than %d functions: what the others keep in variables outside "
+        "of modules is not looked at",
+        name,
+        MOST,
+    )
 
 
 def _entries(name: str, value: Any) -> Iterator[Step]:

@@ -2,11 +2,10 @@
 
     a few samples, in training         ──> outputs ──┐
     both halves of them, in turn       ──> outputs ──┴─> equal?
-    the first half, once more          ──> buffers, attributes, parameters: as after the last time?
 
 `rpcmp.driver.sample_check` asks the same of an evaluation. What is done in training alone is seen
-here: a center that is subtracted, a codebook or a counter that moves with each call. Batch
-normalization and dropout are known to depend on micro-batches, and are in evaluation meanwhile.
+here, such as a center that is subtracted. Batch normalization and dropout are known to depend on
+micro-batches, and are in evaluation meanwhile. What a forward keeps: `second_forward`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp.errors import ConfigError, one_line, some_of
+from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.objective import joined, own_tape
-from rpcmp.worker.state_values import GENERATORS, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +34,6 @@ OF_MICROBATCHES = (
 )
 """Of torch's modules those that depend on micro-batches, which everybody knows."""
 
-BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that batch normalization has; in a module that was cut, these names alone tell it."""
-
 ROUNDING = {torch.float64: 1e-8, torch.float32: 0.01}
 """How far outputs may be apart, in parts of the largest; LOW_ROUNDING of other dtypes."""
 
@@ -48,72 +43,6 @@ WAYS_OUT = 'set num_microbatches = 1, or loss_scope = "micro-batch" if a micro-b
 
 Forward = Callable[[list[Any], bool], Any]
 """Returns outputs for inputs; True: with other random numbers."""
-
-
-def require_unmoved(
-    forward: Forward, inputs: list[Any], state: ForwardState, watch: Callable[[], ParameterWatch]
-) -> None:
-    """Check that a second forward changes nothing that the first has not changed alike.
-
-    Args:
-        forward: of the stage, which has called it before, so that caches are filled.
-        state: what it may change; it is put back.
-        watch: watches the parameters from now on.
-
-    Raises:
-        ConfigError: it does, so once per micro-batch and not once per mini-batch.
-    """
-    before, parameters = state.copy(), watch()
-    try:
-        with _apart():
-            first = forward(inputs, False)
-            once = state.copy()
-            second = forward(inputs, False)
-        moved = [
-            each
-            for each in once
-            if each.has_new_value
-            and not isinstance(each.value, GENERATORS)
-            and is_plain(each.value)
-            and each.place.name.rpartition(".")[2] not in BATCH_NORM
-        ]
-    except Exception as error:
-        _tell(error)
-        return
-    finally:
-        state.put_back(before)
-    names = [each.place.name for each in moved]
-    if changed := parameters.changed():
-        names.append(changed)
-    if not names:
-        return
-    text = (
-        f"the forward changes {some_of(names)} each time, so once per micro-batch and not once per "
-        f"mini-batch: {WAYS_OUT}"
-    )
-    # A mere count may be for a log; if anything comes of it later, this has been said.
-    are_counts = not changed and all(
-        isinstance(each.value, int | float | str | None) for each in moved
-    )
-    if are_counts and not any(_differences(first, [second], [1])):
-        log.warning("%s", text)
-        return
-    raise ConfigError(text)
-
-
-def differs_from_call_to_call(forward: Forward, inputs: list[Any], state: ForwardState) -> bool:
-    """Whether a second forward gives something else than the first one, of the same samples."""
-    before = state.copy()
-    try:
-        with _apart():
-            first = forward(inputs, False)
-            second = forward(inputs, False)
-        return any(_differences(first, [second], [1]))
-    except Exception as error:
-        _tell(error)
-        return True
-    finally:
-        state.put_back(before)
 
 
 def require_independent(
@@ -131,14 +60,14 @@ def require_independent(
     """
     before = state.copy()
     try:
-        with _apart():
+        with apart():
             together, again = (forward(joined(*parts), is_other) for is_other in (False, True))
-            if any(_differences(together, [again], [1])):
-                return  # it draws random numbers, or carries on what `require_unmoved` has named
-            apart = [forward(part, False) for part in parts]
-            reason = next(_differences(together, apart, samples), "")
+            if any(differences(together, [again], [1])):
+                return  # it draws random numbers, or carries on what `second_forward` has named
+            alone = [forward(part, False) for part in parts]
+            reason = next(differences(together, alone, samples), "")
     except Exception as error:
-        _tell(error)
+        tell(error)
         return
     finally:
         state.put_back(before)
@@ -168,22 +97,22 @@ def require_linear_backward(
     """
     before = state.copy()
     try:
-        with _apart():
+        with apart():
             whole = _differentiated(forward(joined(*parts), False), sum(samples))
             pieces = [
                 _differentiated(forward(part, False), count)
                 for part, count in zip(parts, samples, strict=True)
             ]
             ends = [0, *itertools.accumulate(samples)]
-            apart = [
+            do_not_add_up = [
                 _apart_by(whole, pieces, ends, trained, size) for size in SIZES if whole and trained
             ]
     except Exception as error:
-        _tell(error)
+        tell(error)
         return
     finally:
         state.put_back(before)
-    if any(apart):
+    if any(do_not_add_up):
         raise ConfigError(
             f"{what}: the gradients of samples in two micro-batches do not add up to those of all "
             f"of them, since it is not linear: {WAYS_OUT}"
@@ -238,7 +167,7 @@ def _gradients(
     ]
 
 
-def _tell(error: Exception) -> None:
+def tell(error: Exception) -> None:
     """Tell why nothing can be compared: that it cannot do with single samples is no fault."""
     log.warning(
         "whether micro-batches are as good as the mini-batch cannot be tried, since a forward of a "
@@ -248,7 +177,7 @@ def _tell(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     with random_streams.kept(), torch.enable_grad(), own_tape():
         yield
 
@@ -266,7 +195,7 @@ def quiet(modules: Iterable[nn.Module]) -> Iterator[None]:
             each.training = True
 
 
-def _differences(together: Any, apart: Sequence[Any], samples: Sequence[int]) -> Iterator[str]:
+def differences(together: Any, apart: Sequence[Any], samples: Sequence[int]) -> Iterator[str]:
     """Yield how outputs of parts differ from those of all; by tensors that are differentiated."""
     pairs = [pytree.tensors(each) for each in apart]
     for number, (whole, *pieces) in enumerate(zip(pytree.tensors(together), *pairs, strict=True)):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file, save_model
 
 from rpcmp.config import loader
 from rpcmp.config.schema import Config
-from rpcmp.errors import CheckpointError, StageConfigError
+from rpcmp.errors import CheckpointError, ConfigError, JobError, StageConfigError
 from tests.support.cuts import cut_here
 from tests.support.localgroup import local_group, require_same_bits
 from tests.support.processes import JobFolder
@@ -56,6 +56,20 @@ def test_a_frozen_part_comes_from_init_and_is_stored_nowhere_else(
     save_model(unsplit.Language(), str(weights))
     run = require_same_bits(cut(job, "adapted", f'init="{weights}"', schedule=schedule))
     assert set(run.state) == {"before", "after.weight", "after.bias", "base.scale"}
+
+
+def test_a_frozen_part_of_init_that_a_forward_changes_is_refused(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drifting = architectures.Architecture(unsplit.Drifting, unsplit.sentence)
+    monkeypatch.setitem(architectures.ARCHITECTURES, "adapted", drifting)
+    weights = job.folder / "base.safetensors"
+    save_model(unsplit.Language(), str(weights))
+    with pytest.raises(ConfigError, match=r"forward changes base\.layers\.1\.inner\.0\.bias each"):
+        cut(job, "adapted", f'init="{weights}"')
+    config = cut(job, "adapted", f'init="{weights}"', "num_microbatches=1")
+    with local_group(config) as local, pytest.raises(JobError, match=r"what rpcmp\.from_init builds"):
+        local.train()
 
 
 def test_frozen_weights_that_have_changed_in_init_are_noticed(job: JobFolder) -> None:

@@ -63,6 +63,15 @@ def test_layers_of_one_stage_count_as_one_process_does(job: JobFolder, kind: str
     require_plain(configured(job, kind, 1, *EVALUATED), kind)
 
 
+def test_a_position_in_an_iterator_that_nobody_sees_is_refused(job: JobFolder) -> None:
+    refused = "the forward gives something else the second time"
+    with (
+        local_group(configured(job, "cycle", 1)) as local,
+        pytest.raises(JobError, match=refused),
+    ):
+        local.train()
+
+
 def test_a_cache_in_each_process_is_no_count(job: JobFolder) -> None:
     require_plain(configured(job, "cache", 3, *EVALUATED), "cache")
 
@@ -99,19 +108,18 @@ def test_what_stages_would_count_each_alone_is_refused(
 BORROWING = 'model.layers="tests.zoo.counting:borrowing"'
 
 
+OF_FIRST = "a layer of this stage reads '{}', which the layer 'first'"
+
+
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [
-        (
-            "as it is",
-            "a layer of this stage reads 'middle.others.0.weight', which the layer 'first'",
-        ),
-        (
-            "detached",
-            "a layer of this stage reads 'middle.others.0.weight', which the layer 'first'",
-        ),
-        # The stages are of one process here, so the first one's bias may have its gradient too.
-        ("global", r"a gradient has come to tests.zoo.counting:REGISTRY.first.weight.*, of mod"),
+        ("as it is", OF_FIRST.format("middle.others.0.weight")),
+        ("detached", OF_FIRST.format("middle.others.0.weight")),
+        ("kept", OF_FIRST.format("middle.others")),
+        ("given", OF_FIRST.format("middle.others")),
+        ("global", OF_FIRST.format("tests.zoo.counting:REGISTRY.first.weight")),
+        ("statistics", "both use \"what 'first' and 'middle' share\", which changes with each"),
     ],
 )
 def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(
@@ -119,8 +127,17 @@ def test_a_weight_of_another_layer_is_trained_in_one_stage_alone(
 ) -> None:
     require_plain(configured(job, kind, 1, BORROWING), kind, counting.borrowing)
     with (
-        pytest.raises(JobError, match=refused),
+        pytest.raises((JobError, ConfigError), match=refused),
         local_group(configured(job, kind, 3, BORROWING)) as local,
+    ):
+        local.train()
+
+
+def test_a_weight_that_nobody_finds_is_found_by_the_graph(job: JobFolder) -> None:
+    refused = r"outputs depend on parameters that no layer of this stage has.*shape \[4, 4\]"
+    with (
+        pytest.raises(JobError, match=refused),
+        local_group(configured(job, "found", 3, BORROWING)) as local,
     ):
         local.train()
 

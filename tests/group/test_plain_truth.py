@@ -369,6 +369,15 @@ def test_parameters_that_get_no_gradient_are_named(
     assert "no gradient has come to first.weight, first.bias in the first step" in caplog.text
 
 
+def test_a_forward_may_freeze_parameters_and_thaw_none(job: JobFolder) -> None:
+    own = ['model.layers="tests.zoo.surprises:freezing"', "num_microbatches=1"]
+    freezes, thaws = (f'model.kwargs={{ kind = "{kind}" }}' for kind in ("freezes", "thaws"))
+    require_plain(configured(job, *own, freezes), whole(surprises.freezing("freezes")))
+    refused = "first.inner.weight, first.inner.bias: frozen when the stage was built, and trained"
+    with local_group(configured(job, *own, thaws)) as local, pytest.raises(JobError, match=refused):
+        local.train()
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,6 +14,8 @@ from tests.zoo.surprises import filled
 
 calls = 0
 warmth = 1.0
+scale: float | None = None
+CYCLE = itertools.cycle([1.0, 0.5, 0.25])
 TABLES: dict[int, int] = {}
 
 
@@ -36,8 +40,19 @@ class Counting(nn.Module):
             return y / len(self.seen)
         if self.kind == "warmth":
             return y * warmth
+        if self.kind == "filled":
+            return y / _scale(y)
+        if self.kind == "cycle":
+            return y * next(CYCLE)
         TABLES.setdefault(len(x), 2)  # a cache
         return y / TABLES[len(x)]
+
+
+def _scale(y: Tensor) -> float:
+    global scale
+    if scale is None:
+        scale = float(y.abs().mean())
+    return scale
 
 
 def _count() -> int:
@@ -109,8 +124,8 @@ def regularized(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def reset() -> None:
     """Begin anew, as another process does."""
-    global calls, warmth
-    calls, warmth, Numbered.made = 0, 1.0, 0
+    global calls, warmth, scale
+    calls, warmth, scale, Numbered.made = 0, 1.0, None, 0
     Counting.seen.clear()
     REGISTRY.first = nn.Linear(4, 4)
     TABLES.clear()
@@ -119,27 +134,50 @@ def reset() -> None:
 class Borrowing(nn.Module):
     """Reads the weight of another layer, which it hides from torch; "moving": and moves its own."""
 
-    def __init__(self, others: list[nn.Linear], kind: str) -> None:
+    def __init__(self, others: list[Any], kind: str) -> None:
         super().__init__()
         self.others, self.kind = others, kind
+        self.other = held if kind == "found" else named
         if kind == "moving":
-            self.others = [filled(nn.Linear(4, 4), 5).requires_grad_(False)]  # type: ignore[list-item]
+            self.others = [filled(nn.Linear(4, 4), 5).requires_grad_(False)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        (other,) = self.others or [REGISTRY.first]
+    def forward(self, x: Tensor) -> Any:
+        (other,) = self.others or [self.other()]
+        if isinstance(other, Tensor):
+            return x @ other
+        if isinstance(other, nn.BatchNorm1d):
+            return x + other.running_mean  # type: ignore[operator]
         if self.kind == "moving":
             other.weight.data.mul_(0.9)
-        weight = other.weight.detach() if self.kind == "detached" else other.weight
-        return x @ weight
+        return x @ (other.weight.detach() if self.kind == "detached" else other.weight)
+
+
+def named() -> Any:
+    return REGISTRY.first
+
+
+def held() -> Any:
+    """Return a module that nobody finds."""
+    return getattr(sys.modules[__name__], "REGI" + "STRY").first
 
 
 def borrowing(kind: str) -> list[tuple[str, Any]]:
-    first = REGISTRY.first if kind == "global" else nn.Linear(4, 4)
+    first: Any = REGISTRY.first if kind in ("global", "found") else nn.Linear(4, 4)
+    if kind == "statistics":
+        first = nn.BatchNorm1d(4, affine=False)
     filled(first)
-    others = [] if kind == "global" else [first]
+    others: list[Any] = [] if first is REGISTRY.first else [first]
+    if kind in ("kept", "given"):
+        others = [first.weight.detach()]
+    (weight,) = others or [None]
+    middle = Borrowing(others, kind)
+    made = {
+        "given": lambda: Borrowing([weight], kind),
+        "kept": lambda: middle,
+    }
     return [
         ("first", lambda: first),
-        ("middle", lambda: Borrowing(others, kind)),
+        ("middle", made.get(kind, lambda: Borrowing(others, kind))),
         ("head", lambda: filled(nn.Linear(4, 1), 3)),
     ]
 

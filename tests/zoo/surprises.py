@@ -358,6 +358,26 @@ def averaged() -> list[tuple[str, Any]]:
     return [("first", Averaged), ("head", lambda: filled(nn.Linear(8, 1), 3))]
 
 
+class Freezing(nn.Module):
+    """Freezes a layer of its own in its second forward; "thaws": trains one from then on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.calls, self.thaws = filled(nn.Linear(4, 8)), 0, kind == "thaws"
+        self.inner.requires_grad_(not self.thaws)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 2:
+            self.inner.requires_grad_(self.thaws)
+        result: Tensor = self.inner(x)
+        return result
+
+
+def freezing(kind: str) -> list[tuple[str, Any]]:
+    return [("first", lambda: Freezing(kind)), ("head", lambda: filled(nn.Linear(8, 1), 3))]
+
+
 def detached() -> list[tuple[str, Any]]:
     return [
         ("first", lambda: filled(nn.Linear(4, 8))),

@@ -70,6 +70,15 @@ class Adapted(nn.Module):
         return {"logits": self.after(logits)}
 
 
+class Drifting(Adapted):
+    """Changes the frozen part of it in each forward."""
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.base.get_parameter("layers.1.inner.0.bias").mul_(0.9)
+        return super().forward(tokens, mask)
+
+
 class TwoByTwo(nn.Module):
     """Two inputs, two outputs."""
 

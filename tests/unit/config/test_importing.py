@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torch import nn
 from rpcmp.config import importing
 from rpcmp.config.types import Factory
 from rpcmp.errors import FactoryError, StageError
+from rpcmp.pipelining import random_streams
 from tests.zoo import models
 
 
@@ -56,6 +60,25 @@ def test_a_module_that_raises_on_import_shows_its_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FactoryError, match=f"(?s){message}"):
         importing.resolve("raises_on_import:f", "loss")
+
+
+def test_what_a_module_draws_is_the_same_whenever_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import random, numpy, torch\n"
+    text += "TABLE = random.random(), float(numpy.random.rand()), float(torch.rand(()))\n"
+    (tmp_path / "drawing_at_import.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for seed in (1, 2):
+        monkeypatch.delitem(sys.modules, "drawing_at_import", raising=False)
+        random_streams.seed_plainly(seed)
+        found.append(importing.import_module("drawing_at_import").TABLE)
+        monkeypatch.delitem(sys.modules, "drawing_at_import")
+        after = random.random(), float(numpy.random.rand()), float(torch.rand(()))
+        random_streams.seed_plainly(seed)
+        assert after == (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+    assert found[0] == found[1]
 
 
 def test_a_factory_gets_positional_and_configured_arguments() -> None:

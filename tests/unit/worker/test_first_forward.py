@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ from tests.zoo.surprises import Auxiliary, Injecting, filled
 class Model:
     """As much of a stage's model as a forward needs."""
 
-    variables = None
+    variables, is_cut = None, False
+    hidden: ClassVar[dict[str, nn.Parameter]] = {}
 
     def __init__(self, module: nn.Module, compiles: bool = False) -> None:
         self.module, self.compiles = module, compiles
@@ -30,6 +31,9 @@ class Model:
         found: Tensor = self.module(*inputs)
         is_compiled = self.compiles and not eagerly
         return found.detach().requires_grad_() if is_compiled else found  # without their nodes
+
+    def set_mode(self, training: bool) -> None:
+        self.module.train(training)
 
     def named_parameters(self) -> Any:
         return self.module.named_parameters()

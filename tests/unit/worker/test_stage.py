@@ -15,7 +15,7 @@ PASSED_THROUGH = ("driver/stage_group.py", "rpc/messages.py", "rpc/transport.py"
 """Modules that do a part of several numbered actions."""
 
 MOST_MODULES = 20
-MOST_LINES = 4940  # the first steps look at what a forward changes, hides and shares
+MOST_LINES = 5000
 
 
 def citations() -> dict[Path, set[int]]:

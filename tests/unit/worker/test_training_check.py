@@ -2,128 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rpcmp.errors import ConfigError
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
-from rpcmp.worker.training_check import (
-    quiet,
-    require_independent,
-    require_linear_backward,
-    require_unmoved,
-)
-
-DRAWN = torch.Generator().manual_seed(0)
-PARTS = [[torch.randn(count, 4, generator=DRAWN)] for count in (2, 3)]
-
-
-class Stage(nn.Module):
-    """Computes its outputs by a function of itself and an input."""
-
-    def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.compute = compute
-        self.register_buffer("mean", torch.zeros(4))
-        self.calls, self.notes = 0, [0.0]
-        self.generator = random.Random(1)
-        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.compute(self, x)
-
-
-def forward_of(module: Stage) -> Callable[[list[Any], bool], Any]:
-    def forward(inputs: list[Any], draws_others: bool) -> Any:
-        torch.manual_seed(int(draws_others))
-        return module(*inputs)
-
-    return forward
-
-
-def state_of(module: Stage) -> ForwardState:
-    return ForwardState([("layer.", module)])
-
-
-def unmoved(compute: Callable[[Any, Tensor], Any]) -> Stage:
-    module = Stage(compute)
-
-    def watch() -> ParameterWatch:
-        return ParameterWatch(dict(module.named_parameters()))
-
-    with quiet(module.modules()):
-        require_unmoved(forward_of(module), PARTS[0], state_of(module), watch)
-    return module
-
-
-def centered(self: Any, x: Tensor) -> Any:
-    self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-    return x - self.mean
-
-
-def counted(self: Stage, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x
-
-
-def annealed(self: Stage, x: Tensor) -> Tensor:
-    self.calls += 1
-    return x * self.calls
-
-
-def noted(self: Stage, x: Tensor) -> Tensor:
-    self.notes = [float(x.sum())]
-    self.generator.random()
-    return x
-
-
-def normalizing_itself(self: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        self.inner.weight.mul_(1.0)
-    return self.inner(x)
-
-
-def failing(self: Stage, x: Tensor) -> Tensor:
-    raise ValueError("not so few samples")
-
-
-@pytest.mark.parametrize(
-    ("compute", "name"),
-    [(centered, "layer.mean"), (annealed, "layer.calls"), (normalizing_itself, "inner.weight")],
-)
-def test_what_moves_with_each_forward_is_refused_and_put_back(
-    compute: Callable[[Any, Tensor], Any], name: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"changes {name} each time, so once per micro-batch"):
-        unmoved(compute)
-
-
-@pytest.mark.parametrize(
-    "compute",
-    [noted, lambda self, x: self.dropout(self.norm(x)), failing],
-)
-def test_notes_generators_and_batch_normalization_may_move(
-    compute: Callable[[Any, Tensor], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    module = unmoved(compute)
-    assert module.notes == [0.0]
-    assert module.norm.training
-    assert "each time" not in caplog.text
-
-
-def test_a_count_of_which_nothing_comes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert unmoved(counted).calls == 0
-    assert "the forward changes layer.calls each time" in caplog.text
+from rpcmp.worker.training_check import quiet, require_independent, require_linear_backward
+from tests.zoo.computing import PARTS, Computing, failing, forward_of, state_of
 
 
 def independent(compute: Callable[[Any, Tensor], Any]) -> None:
-    module = Stage(compute)
+    module = Computing(compute)
     with quiet(module.modules()):
         require_independent(forward_of(module), PARTS, (2, 3), state_of(module))
 
@@ -179,7 +71,7 @@ def hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
 def test_gradients_of_samples_have_to_add_up(
     change: Callable[[Tensor], Tensor], is_linear: bool
 ) -> None:
-    module = Stage(hooked(change))
+    module = Computing(hooked(change))
     trained = [*module.inner.parameters()]
 
     def check() -> None:
