@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rpcmp.checkpoint.stage_state import require_storable
 from rpcmp.config import files
 from rpcmp.config.types import Autocast
 from rpcmp.errors import ConfigError
@@ -136,6 +137,19 @@ class StageModel:
         self._base_watch: ParameterWatch | None = None
         self.hidden = hidden_parameters(parts_of(stateful.modules), stateful.objects)
         self._evaluation_watch: ParameterWatch | None = None
+        if config.takes_snapshots:
+            self._require_storable()
+
+    def _require_storable(self) -> None:
+        """Refuse what no snapshot could hold before the first step, and not at its end."""
+        try:
+            for name, value in self.named_state().items():
+                require_storable(name, value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{error}: so no snapshot of this stage can be taken; use another dtype or layout, "
+                "or set recovery.enabled = false, without a [checkpoint] section"
+            ) from error
 
     def _store(self, loss: nn.Module | None) -> None:
         """Let a loss's parameters and buffers be the stage's, as those of a layer."""

@@ -68,7 +68,10 @@ def test_a_frozen_part_of_init_that_a_forward_changes_is_refused(
     with pytest.raises(ConfigError, match=r"forward changes base\.layers\.1\.inner\.0\.bias each"):
         cut(job, "adapted", f'init="{weights}"')
     config = cut(job, "adapted", f'init="{weights}"', "num_microbatches=1")
-    with local_group(config) as local, pytest.raises(JobError, match=r"what rpcmp\.from_init builds"):
+    with (
+        local_group(config) as local,
+        pytest.raises(JobError, match=r"what rpcmp\.from_init builds"),
+    ):
         local.train()
 
 

@@ -369,6 +369,15 @@ def test_parameters_that_get_no_gradient_are_named(
     assert "no gradient has come to first.weight, first.bias in the first step" in caplog.text
 
 
+def test_a_dtype_that_no_snapshot_holds_is_refused_before_the_first_step(job: JobFolder) -> None:
+    layers = 'model.layers="tests.zoo.surprises:doubly_complex"'
+    refused = r"'first\.weight' is torch\.complex128, .* set recovery\.enabled = false"
+    with pytest.raises(JobError, match=refused), local_group(configured(job, layers)):
+        pass
+    without = configured(job, layers, "recovery.enabled=false")
+    require_plain(without, whole(surprises.doubly_complex()))
+
+
 def test_a_forward_may_freeze_parameters_and_thaw_none(job: JobFolder) -> None:
     own = ['model.layers="tests.zoo.surprises:freezing"', "num_microbatches=1"]
     freezes, thaws = (f'model.kwargs={{ kind = "{kind}" }}' for kind in ("freezes", "thaws"))

@@ -378,6 +378,19 @@ def freezing(kind: str) -> list[tuple[str, Any]]:
     return [("first", lambda: Freezing(kind)), ("head", lambda: filled(nn.Linear(8, 1), 3))]
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def doubly_complex() -> list[tuple[str, Any]]:
+    return [("first", Complex), ("head", lambda: filled(nn.Linear(8, 1), 3))]
+
+
 def detached() -> list[tuple[str, Any]]:
     return [
         ("first", lambda: filled(nn.Linear(4, 8))),
