@@ -19,7 +19,6 @@ import ctypes
 import dataclasses
 import errno
 import glob
-import itertools
 import os
 import re
 import struct
@@ -206,7 +205,7 @@ SECRET = re.compile(
 
 SECRETS_DEPTH = 3
 DATA_ENTRIES = 10_000
-"""A folder with more entries has data, and is not looked through."""
+"""A folder with more entries has data: folders that come after these are not looked into."""
 
 
 def secrets_in(folder: Path) -> Iterator[str]:
@@ -218,10 +217,10 @@ def secrets_in(folder: Path) -> Iterator[str]:
     while waiting:
         path, depth = waiting.pop()
         with contextlib.suppress(OSError), os.scandir(path) as entries:  # another user's
-            for entry in itertools.islice(entries, DATA_ENTRIES):
+            for number, entry in enumerate(entries):
                 if SECRET.fullmatch(entry.name):
                     yield entry.path
-                elif depth > 1 and entry.is_dir(follow_symlinks=False):
+                elif depth > 1 and number < DATA_ENTRIES and entry.is_dir(follow_symlinks=False):
                     waiting.append((entry.path, depth - 1))
 
 

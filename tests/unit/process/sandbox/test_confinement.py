@@ -320,6 +320,14 @@ def test_missing_protection_names_what_the_kernel_lacks(monkeypatch: pytest.Monk
     assert "Unix sockets" in confinement.missing_protection()
 
 
+def test_a_key_among_many_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "DATA_ENTRIES", 1)
+    keys = [tmp_path / f"{number}.key" for number in range(9)]
+    for path in keys:
+        path.touch()
+    assert sorted(secrets_in(tmp_path)) == [*map(str, keys)]
+
+
 def test_keys_and_credentials_in_a_granted_folder_are_found(tmp_path: Path) -> None:
     own = ["stage1/tls.key", ".env", ".env.local", "a/b/id_ed25519", ".ssh", "data.key/x", ".netrc"]
     own += ["TLS.PEM", "id_ed25519_sk", ".bash_history", "service-account-7.json", "prod.env"]
