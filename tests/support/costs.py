@@ -98,13 +98,14 @@ class Meter:
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
         """Count a fixture that several tests share apart from the first of them."""
+        if fixturedef.scope == "function":
+            return (yield)
         begun, before = _now(), len(self._shared)
         result = yield
-        if fixturedef.scope != "function":
-            inner = sum(seconds for _, seconds in self._shared[before:])
-            self._shared.append(
-                (f"{request.node.nodeid}::{fixturedef.argname}", _now() - begun - inner)
-            )
+        inner = sum(seconds for _, seconds in self._shared[before:])
+        self._shared.append(
+            (f"{request.node.nodeid}::{fixturedef.argname}", _now() - begun - inner)
+        )
         return result
 
     @pytest.hookimpl(tryfirst=True)
