@@ -38,8 +38,8 @@ ELSEWHERE = {
     "controlplane/test_port.py": "server/services",
     "group/test_bits.py": "driver/stage_group",
     "group/test_plain_truth.py": """
-        splitting/proof worker/inner_gradients
-        worker/objective
+        splitting/proof worker/checks/inner_gradients
+        worker/checks/objective
     """,
     "group/test_precision.py": "driver/distributed_optimizer",
     "group/test_replicas.py": "worker/grad_sync",

@@ -26,12 +26,12 @@ from rpcmp.splitting.proof import prove
 from rpcmp.splitting.recording import PartCall, Recording, Shape, shape_of
 from rpcmp.splitting.side_by_side import autocast_to, called_with
 from rpcmp.splitting.split import InputPlan, Split
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch, watch_parameters
+from rpcmp.worker.checks.objective import rows
+from rpcmp.worker.checks.parameter_hooks import require_linear, require_own
+from rpcmp.worker.checks.second_forward import require_unmoved
+from rpcmp.worker.checks.training_check import quiet, require_independent
 from rpcmp.worker.model import AUTOCAST_DTYPES
-from rpcmp.worker.objective import rows
-from rpcmp.worker.parameter_hooks import require_linear, require_own
-from rpcmp.worker.second_forward import require_unmoved
-from rpcmp.worker.training_check import quiet, require_independent
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch, watch_parameters
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""

@@ -40,7 +40,7 @@ from rpcmp.rpc.messages import (
 )
 from rpcmp.rpc.transport import Transport, results
 from rpcmp.worker.stage import Stage
-from rpcmp.worker.variables_watch import require_not_shared
+from rpcmp.worker.state.variables_watch import require_not_shared
 
 log = logging.getLogger(__name__)
 

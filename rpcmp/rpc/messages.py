@@ -194,7 +194,7 @@ class DatasetInfo(NamedTuple):
 
 
 class VariableUse(NamedTuple):
-    """What a stage has of a variable outside of modules; see `rpcmp.worker.variables_watch`.
+    """What a stage has of a variable outside of modules; see `rpcmp.worker.state.variables_watch`.
 
     Attributes:
         change: empty if it has not changed since the last look.

@@ -2,6 +2,7 @@
 
 Start at `stage.py`, whose diagram follows a training step; comments such as `stage.py [7]` refer to
 it. `grad_sync.py` sums the gradients of replicas and tied parameters, and `profiler.py` measures
-layers. May import the packages below: data, observability, checkpoint, rpc, process, pipelining,
+layers. Rooms of their own: `state/`, what forwards keep, and `checks/`, what is asked in the first
+steps. May import the packages below: data, observability, checkpoint, rpc, process, pipelining,
 config.
 """

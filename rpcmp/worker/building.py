@@ -20,8 +20,8 @@ from rpcmp.config.schema import Config
 from rpcmp.errors import ConfigError
 from rpcmp.pipelining import layers, pytree
 from rpcmp.pipelining.layers import LayerFactory
-from rpcmp.worker.forward_state import copied, is_filled_in
-from rpcmp.worker.state_places import (
+from rpcmp.worker.state.forward_state import copied, is_filled_in
+from rpcmp.worker.state.places import (
     CODE,
     Objects,
     hidden_parameters,
@@ -29,7 +29,7 @@ from rpcmp.worker.state_places import (
     places_of,
     reached_places,
 )
-from rpcmp.worker.state_values import ATOMS, content_of, plain_of
+from rpcmp.worker.state.values import ATOMS, content_of, plain_of
 
 
 def build(

@@ -23,8 +23,8 @@ from rpcmp.rpc.shared_memory import OwnMemory, SharedTensor, Sharing
 from rpcmp.worker import boundary, copies
 from rpcmp.worker.backward import Backwards, SavedBundle, SavedForward, stage_error
 from rpcmp.worker.boundary import LocalTape
+from rpcmp.worker.checks.first_forward import FirstForward
 from rpcmp.worker.copies import Received, to_wire_dtype
-from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.recompute import Replay
 from rpcmp.worker.weight_grad import Splitter

@@ -25,9 +25,9 @@ from rpcmp.config.types import Factory
 from rpcmp.errors import ConfigError, FactoryError
 from rpcmp.pipelining import pytree, random_streams
 from rpcmp.rpc.messages import Evaluated, LossWeight, MicrobatchMeta
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
-from rpcmp.worker.objective import Objective
-from rpcmp.worker.state_places import Stateful
+from rpcmp.worker.checks.objective import Objective
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.state.places import Stateful
 
 LOSS = "loss"
 """The name of a loss with parameters, among the layers of its stage."""
@@ -186,7 +186,7 @@ def is_looked_at(number: int) -> bool:
 
 
 class _FirstRounds:
-    """Looks at some training rounds and at the first evaluation; see `rpcmp.worker.objective`."""
+    """Looks at some training rounds and at the first evaluation; see `checks.objective`."""
 
     def __init__(
         self,

@@ -40,16 +40,16 @@ from rpcmp.rpc.tensors import checksum
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.worker import compiling
 from rpcmp.worker.building import build
-from rpcmp.worker.forward_state import (
+from rpcmp.worker.loss import LOSS, SinkLoss
+from rpcmp.worker.state.forward_state import (
     ChangedAttributes,
     ForwardState,
     ParameterWatch,
     StateCopy,
     watch_parameters,
 )
-from rpcmp.worker.loss import LOSS, SinkLoss
-from rpcmp.worker.state_places import Stateful, hidden_parameters, parts_of
-from rpcmp.worker.variables_watch import VariablesWatch
+from rpcmp.worker.state.places import Stateful, hidden_parameters, parts_of
+from rpcmp.worker.state.variables_watch import VariablesWatch
 
 log = logging.getLogger(__name__)
 

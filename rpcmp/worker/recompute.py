@@ -19,7 +19,7 @@ from rpcmp.pipelining.devices import CPU
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import Differentiated, Gradients, LocalTape
 from rpcmp.worker.copies import Arriving, Copies, tensors_in
-from rpcmp.worker.forward_state import ForwardState, StateCopy
+from rpcmp.worker.state.forward_state import ForwardState, StateCopy
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 
 

@@ -17,9 +17,9 @@ from rpcmp.checkpoint.stage_state import SnapshotWriter, StageState, pack, unpac
 from rpcmp.errors import CheckpointError, ConfigError
 from rpcmp.process.activity import Activity
 from rpcmp.process.channel import Message
-from rpcmp.worker.forward_state import LOOKS
 from rpcmp.worker.model import StageModel
 from rpcmp.worker.optimizer import StageOptimizer
+from rpcmp.worker.state.forward_state import LOOKS
 
 
 class StageSnapshots:

@@ -92,13 +92,13 @@ from rpcmp.rpc.messages import (
 from rpcmp.rpc.shared_memory import OwnMemory, Sharing
 from rpcmp.rpc.transport import Raised, Transport
 from rpcmp.worker.backward import Backwards, Failures
+from rpcmp.worker.checks.first_forward import FirstForward
+from rpcmp.worker.checks.inner_gradients import on_two_ways
 from rpcmp.worker.copies import copies_of
 from rpcmp.worker.executor import ComputeThread, ComputeThreadOwner, on_compute_thread
 from rpcmp.worker.failure import stage_failure
-from rpcmp.worker.first_forward import FirstForward
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.grad_sync import GradientSync
-from rpcmp.worker.inner_gradients import on_two_ways
 from rpcmp.worker.model import LossScale, StageModel
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.requests import ForwardRequests, Inputs

@@ -56,7 +56,7 @@ from rpcmp.rpc.messages import DatasetInfo
 from rpcmp.tools.reference_model import UnsplitModel
 from rpcmp.tools.verification import ComparedRun, first_difference
 from rpcmp.worker import process, weight_grad
-from rpcmp.worker.first_forward import FirstForward
+from rpcmp.worker.checks.first_forward import FirstForward
 from rpcmp.worker.forward import Execution
 from rpcmp.worker.optimizer import StageOptimizer
 from rpcmp.worker.stage import Stage

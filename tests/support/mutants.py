@@ -75,9 +75,9 @@ AREAS = {
         "splitting/sample_proof.py",
         "driver/proof_in_parts.py",
         "driver/sample_check.py",
-        "worker/objective.py",
-        "worker/forward_state.py",
-        "worker/inner_gradients.py",
+        "worker/checks/objective.py",
+        "worker/state/forward_state.py",
+        "worker/checks/inner_gradients.py",
     ),
     "elasticity": (
         "job/membership.py",

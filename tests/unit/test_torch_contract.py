@@ -339,7 +339,7 @@ def test_a_parameter_shows_its_hooks_and_they_are_called_for_none_as_well(kind: 
 
 
 def test_a_module_shows_its_hooks_and_its_buffers_and_a_tensor_its_version() -> None:
-    """rpcmp.splitting.side_effects and rpcmp.worker.forward_state look at them."""
+    """rpcmp.splitting.side_effects and rpcmp.worker.state.forward_state look at them."""
     module = torch.nn.BatchNorm1d(2)
     assert not module._backward_hooks
     assert not module._backward_pre_hooks

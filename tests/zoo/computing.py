@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
 
 DRAWN = torch.Generator().manual_seed(0)
 PARTS = [[torch.randn(count, 4, generator=DRAWN)] for count in (2, 3)]

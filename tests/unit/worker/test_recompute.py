@@ -16,8 +16,8 @@ from rpcmp.pipelining import random_streams
 from rpcmp.rpc.messages import StageOutputs
 from rpcmp.worker.boundary import LocalTape
 from rpcmp.worker.copies import Copies
-from rpcmp.worker.forward_state import ForwardState
 from rpcmp.worker.recompute import Replay
+from rpcmp.worker.state.forward_state import ForwardState
 from rpcmp.worker.weight_grad import Splitter, WeightGradients
 from tests.support import splitlayers
 

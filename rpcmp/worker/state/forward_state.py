@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from rpcmp.errors import CheckpointError
 from rpcmp.pipelining import pytree
-from rpcmp.worker.outer_variables import StatePlace
-from rpcmp.worker.state_places import (
+from rpcmp.worker.state.outer_variables import StatePlace
+from rpcmp.worker.state.places import (
     Modules,
     Objects,
     is_new,
     parts_of,
     places_of,
 )
-from rpcmp.worker.state_values import (
+from rpcmp.worker.state.values import (
     are_equal_tensors,
     content_of,
     given_back,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState
-from rpcmp.worker.objective import joined, own_tape
+from rpcmp.worker.checks.objective import joined, own_tape
+from rpcmp.worker.state.forward_state import ForwardState
 
 log = logging.getLogger(__name__)
 

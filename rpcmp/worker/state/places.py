@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from rpcmp.splitting.side_effects import OWN_FIELDS, is_users_own
-from rpcmp.worker.outer_variables import Attributes, StatePlace, is_library, variables_of
-from rpcmp.worker.state_values import is_large, is_plain
+from rpcmp.worker.state.outer_variables import Attributes, StatePlace, is_library, variables_of
+from rpcmp.worker.state.values import is_large, is_plain
 
 OWN_PREFIX = "_split_"
 """Of attributes of the layers of a module that was cut; see rpcmp.splitting.layer."""

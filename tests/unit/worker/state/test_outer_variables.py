@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.rpc.tensors import decode_tree, encode_tree
-from rpcmp.worker import outer_variables
-from rpcmp.worker.forward_state import ChangedAttributes, ForwardState
-from rpcmp.worker.outer_variables import variables_of
-from rpcmp.worker.variables_watch import VariablesWatch
+from rpcmp.worker.state import outer_variables
+from rpcmp.worker.state.forward_state import ChangedAttributes, ForwardState
+from rpcmp.worker.state.outer_variables import variables_of
+from rpcmp.worker.state.variables_watch import VariablesWatch
 
 CPU = torch.device("cpu")
 

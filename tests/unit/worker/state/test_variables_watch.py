@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import StepReport, VariableUse
-from rpcmp.worker.variables_watch import CHANGED, COUNTED, VariablesWatch, require_not_shared
+from rpcmp.worker.state.variables_watch import CHANGED, COUNTED, VariablesWatch, require_not_shared
 
 CACHE: dict[Any, Tensor] = {}
 TABLE: Tensor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rpcmp.errors import CheckpointError
 from rpcmp.rpc.tensors import decode_tree, encode_tree
-from rpcmp.worker.forward_state import (
+from rpcmp.worker.state.forward_state import (
     ChangedAttributes,
     ForwardState,
     ParameterWatch,

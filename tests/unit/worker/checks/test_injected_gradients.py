@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.worker.forward_state import ForwardState
-from rpcmp.worker.injected_gradients import require_one_addition
+from rpcmp.worker.checks.injected_gradients import require_one_addition
+from rpcmp.worker.state.forward_state import ForwardState
 from tests.zoo.surprises import Injecting, Scaled
 
 

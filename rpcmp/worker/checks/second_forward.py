@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.pipelining import pytree
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch, StateCopy, is_filled_in
-from rpcmp.worker.state_values import GENERATORS, content_of, is_equal, is_plain, plain_of
-from rpcmp.worker.training_check import WAYS_OUT, Forward, apart, differences, tell
+from rpcmp.worker.checks.training_check import WAYS_OUT, Forward, apart, differences, tell
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch, StateCopy, is_filled_in
+from rpcmp.worker.state.values import GENERATORS, content_of, is_equal, is_plain, plain_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import ConfigError
-from rpcmp.worker.training_check import quiet, require_independent, require_linear_backward
+from rpcmp.worker.checks.training_check import quiet, require_independent, require_linear_backward
 from tests.zoo.computing import PARTS, Computing, failing, forward_of, state_of
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.rpc.tensors import decode_tree, encode_tree
-from rpcmp.worker.forward_state import ChangedAttributes, ForwardState
-from rpcmp.worker.state_places import hidden_parameters, parts_of
-from rpcmp.worker.state_values import is_equal, is_plain, plain_of
+from rpcmp.worker.state.forward_state import ChangedAttributes, ForwardState
+from rpcmp.worker.state.places import hidden_parameters, parts_of
+from rpcmp.worker.state.values import is_equal, is_plain, plain_of
 
 CPU = torch.device("cpu")
 

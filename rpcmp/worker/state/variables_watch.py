@@ -22,9 +22,9 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import StepReport, VariableUse
-from rpcmp.worker.forward_state import is_filled_in
-from rpcmp.worker.state_places import Modules, Objects, outer_places, parts_of, places_within
-from rpcmp.worker.state_values import content_of, is_equal, plain_of
+from rpcmp.worker.state.forward_state import is_filled_in
+from rpcmp.worker.state.places import Modules, Objects, outer_places, parts_of, places_within
+from rpcmp.worker.state.values import content_of, is_equal, plain_of
 
 log = logging.getLogger(__name__)
 

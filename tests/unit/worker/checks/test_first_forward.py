@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import MicrobatchMeta
-from rpcmp.worker.first_forward import FirstForward
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.checks.first_forward import FirstForward
 from rpcmp.worker.model import StageModel
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
 from tests.support.rounds import header
 from tests.zoo.surprises import Auxiliary, Injecting, filled
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line, some_of
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState
-from rpcmp.worker.objective import joined, own_tape
+from rpcmp.worker.checks.objective import joined, own_tape
+from rpcmp.worker.state.forward_state import ForwardState
 
 MOST_APART = 0.3
 """Of gradients of parts, in parts of the whole's: dropout differs, a mean is apart by 1 or more."""

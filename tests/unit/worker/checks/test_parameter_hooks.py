@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.errors import ConfigError
-from rpcmp.worker.parameter_hooks import require_linear, require_own
+from rpcmp.worker.checks.parameter_hooks import require_linear, require_own
 
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
 

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import ConfigError
-from rpcmp.worker.second_forward import DataDependentInit, require_repeatable, require_unmoved
-from rpcmp.worker.training_check import quiet
+from rpcmp.worker.checks.second_forward import (
+    DataDependentInit,
+    require_repeatable,
+    require_unmoved,
+)
+from rpcmp.worker.checks.training_check import quiet
 from tests.zoo.computing import PARTS, Computing, failing, forward_of, state_of, watch_of
 
 
@@ -156,7 +160,7 @@ def test_devices_that_compute_in_any_order_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Computing(lambda self, x: torch.empty(len(x), 4, device="meta"))
-    monkeypatch.setattr("rpcmp.worker.second_forward._are_same", lambda *_: False)
+    monkeypatch.setattr("rpcmp.worker.checks.second_forward._are_same", lambda *_: False)
     require_repeatable(forward_of(module), PARTS, state_of(module))
     assert "something else the second time" in caplog.text
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rpcmp.rpc.tensors import decode_tree, encode_tree
-from rpcmp.worker.forward_state import ChangedAttributes, ForwardState, StateCopy
-from rpcmp.worker.outer_variables import StatePlace
+from rpcmp.worker.state.forward_state import ChangedAttributes, ForwardState, StateCopy
+from rpcmp.worker.state.outer_variables import StatePlace
 
 CPU = torch.device("cpu")
 

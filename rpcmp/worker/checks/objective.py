@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line
 from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.forward_state import ForwardState
+from rpcmp.worker.state.forward_state import ForwardState
 from rpcmp.worker.weight_grad import saves_otherwise
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}

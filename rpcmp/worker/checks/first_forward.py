@@ -19,19 +19,19 @@ from rpcmp.splitting.side_effects import (
     noted_hooks,
     parameters_of,
 )
-from rpcmp.worker.forward_state import ForwardState, ParameterWatch
-from rpcmp.worker.injected_gradients import require_one_addition
-from rpcmp.worker.inner_gradients import whole_derivatives
-from rpcmp.worker.model import StageModel
-from rpcmp.worker.objective import rows
-from rpcmp.worker.parameter_hooks import require_linear
-from rpcmp.worker.second_forward import (
+from rpcmp.worker.checks.injected_gradients import require_one_addition
+from rpcmp.worker.checks.inner_gradients import whole_derivatives
+from rpcmp.worker.checks.objective import rows
+from rpcmp.worker.checks.parameter_hooks import require_linear
+from rpcmp.worker.checks.second_forward import (
     DataDependentInit,
     differs_from_call_to_call,
     require_repeatable,
     require_unmoved,
 )
-from rpcmp.worker.training_check import quiet, require_independent, require_linear_backward
+from rpcmp.worker.checks.training_check import quiet, require_independent, require_linear_backward
+from rpcmp.worker.model import StageModel
+from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
 
 SAMPLES = 4
 """That gradients of Functions are looked at for; two parts of two: batch normalization is on."""
@@ -41,7 +41,7 @@ class FirstForward:
     """Runs and checks the first forward; the first two, if each is of a single sample.
 
     Args:
-        partial: see `rpcmp.worker.inner_gradients`.
+        partial: see `rpcmp.worker.checks.inner_gradients`.
         adds_up: whether the gradients of micro-batches are to add up to those of a mini-batch.
     """
 
