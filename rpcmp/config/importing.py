@@ -14,9 +14,11 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import random
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -124,19 +126,27 @@ class AllowList:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module; `TABLE = torch.randn(4)` in a file is the same in every process.
+    """Import a module; what its file draws meanwhile is the same in every process.
 
-    It would be another one in each stage, and after each fault. Generators go on as they were.
+    `TABLE = torch.randn(4)` would be another one in each stage, and after each fault. Generators go
+    on as they were. Files that this one imports draw what follows, so packages come first.
     """
+    for package in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+        _imported_alone(package)
+    return _imported_alone(name)
+
+
+def _imported_alone(name: str) -> ModuleType:
     if name in sys.modules or "torch" not in sys.modules:  # such a process computes nothing
         return importlib.import_module(name)
     import numpy.random
     import torch
 
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.default_generator.manual_seed(0)
+    seed = zlib.crc32(name.encode())  # another one for each file
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         return importlib.import_module(name)
     finally:

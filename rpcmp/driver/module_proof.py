@@ -28,10 +28,17 @@ from rpcmp.splitting.side_by_side import autocast_to, called_with
 from rpcmp.splitting.split import InputPlan, Split
 from rpcmp.worker.checks.objective import rows
 from rpcmp.worker.checks.parameter_hooks import require_linear, require_own
-from rpcmp.worker.checks.second_forward import require_unmoved
+from rpcmp.worker.checks.second_forward import (
+    TrialState,
+    other_samples,
+    parameters_to_copy,
+    require_nothing_carried,
+    require_unmoved,
+    tried,
+)
 from rpcmp.worker.checks.training_check import quiet, require_independent
 from rpcmp.worker.model import AUTOCAST_DTYPES
-from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch, watch_parameters
+from rpcmp.worker.state.forward_state import ForwardState
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""
@@ -96,14 +103,15 @@ def _require_in_training(module: nn.Module, batch: Any, autocast: torch.dtype | 
             (own,) = pytree.map_tensors(Tensor.clone, inputs)
             return flatten(called_with(module, own))[1]
 
-    def watch() -> ParameterWatch:
-        return watch_parameters(module.named_parameters(), module.modules())
-
     parts = [rows([batch], number, number + 1, samples, samples) for number in range(2)]
     state = ForwardState([("", module)])
+    parameters = parameters_to_copy(module.named_parameters(), module.modules())
     module.train()
     with quiet(module.modules()):
-        require_unmoved(forward, parts[0], state, watch)
+        candidates = [(parts[0], parts[1]), ([batch], other_samples([batch]))]
+        if (trial := tried(forward, candidates, TrialState(state, parameters))) is not None:
+            require_unmoved(trial)
+            require_nothing_carried(trial)
         require_independent(forward, parts, (1, 1), state)
 
 

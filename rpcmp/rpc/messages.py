@@ -199,13 +199,17 @@ class VariableUse(NamedTuple):
     Attributes:
         change: empty if it has not changed since the last look.
         is_filled: whether it is another than when the stage was built.
-        content: of the value, or by key of a dict: how many numbers there are, their sum, and that
-            of their sizes; empty of anything else, and if that moves.
+        content: of the value, or by key of a dict: how many numbers there are, and sums of them;
+            empty of anything else, and if that moves.
+        of_samples: whether it is another thing for other samples.
+        carries: whether outputs depend on what the stage has filled in.
     """
 
     change: str
     is_filled: bool
     content: dict[str, tuple[float, ...]]
+    of_samples: bool = False
+    carries: bool = False
 
 
 class StepReport(NamedTuple):

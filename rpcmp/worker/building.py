@@ -8,12 +8,14 @@ Only layers that are written by hand have constructors; those of a cut are of on
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rpcmp.config import importing
 from rpcmp.config.schema import Config
@@ -41,6 +43,20 @@ def build(
         FactoryError: one cannot be built.
         ConfigError: one reads weights that another stage trains.
     """
+    modules, shared = _build(config, stage_index, names, loads)
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ConfigError(
+                    f"'{name}.{key}' has no shape before the first forward: give "
+                    f"{type(module).__name__} its sizes, in place of torch's Lazy modules"
+                )
+    return modules, shared
+
+
+def _build(
+    config: Config, stage_index: int, names: Collection[str], loads: bool
+) -> tuple[dict[str, nn.Module], Objects]:
     if config.model is None or config.cut is not None:
         return layers.build_layers(config, stage_index, names, loads), ()
     chain = layers.chain_layers(config)
@@ -72,22 +88,39 @@ def _require_own_weights(
 
     That is seen by memory, also behind a `detach`.
     """
-    others: dict[Any, str] = {}
+    others: dict[Any, list[tuple[range, str]]] = {}
     for name, factory in chain.items():
         held = [ready[name]] if name in ready else importing.held_by(factory)
         for module in held if name not in own else ():
             if isinstance(module, nn.Module):
-                trained = (each for each in module.parameters() if each.requires_grad)
-                others.update(dict.fromkeys(map(Tensor.untyped_storage, trained), name))
-    kept = {each.untyped_storage() for module in own.values() for each in module.parameters()}
+                for each in module.parameters():
+                    if each.requires_grad and (memory := _memory_of(each)) is not None:
+                        others.setdefault(memory[0], []).append((memory[1], name))
+    kept = {id(each) for module in own.values() for each in module.parameters()}
     for path, tensor in _read_by(own):
-        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        if storage in others and storage not in kept:
-            raise ConfigError(
-                f"a layer of this stage reads {path!r}, which the layer {others[storage]!r} of "
-                "another stage trains: put both into one stage, or let each have its own weights "
-                "and list them in `tied`"
-            )
+        memory = _memory_of(tensor)
+        if memory is None or id(tensor) in kept:
+            continue
+        storage, bytes_ = memory
+        for theirs, layer in others.get(storage, ()):
+            if max(bytes_.start, theirs.start) < min(bytes_.stop, theirs.stop):
+                raise ConfigError(
+                    f"a layer of this stage reads {path!r}, which the layer {layer!r} of another "
+                    "stage trains: put both into one stage, or let each have its own weights and "
+                    "list them in `tied`"
+                )
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, range] | None:
+    """Return the memory of a tensor, and which bytes of it; None if it has no one piece."""
+    if tensor.layout is not torch.strided or isinstance(
+        tensor, UninitializedParameter | UninitializedBuffer
+    ):
+        return None
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
+    start = tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage(), range(start, start + (last + 1) * tensor.itemsize)
 
 
 def _read_by(own: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -97,6 +130,11 @@ def _read_by(own: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for place in places_of(parts, ()):
         for tensor in pytree.tensors(place.owner.get(place.key)):
             yield place.name, tensor
+    for prefix, part in parts:
+        for key, value in [*vars(part).items()]:
+            if isinstance(value, functools.partial):  # of a functional, with its weight
+                for tensor in pytree.tensors([value.args, value.keywords]):
+                    yield f"{prefix}{key}", tensor
 
 
 def _shared(
@@ -115,19 +153,23 @@ def _shared(
             if not isinstance(each, (*CODE, *ATOMS, nn.Module)):
                 note(id(each), each, name)
     for name, module in ready.items():
-        parts = parts_of([(f"{name}.", module)])
-        buffers = {id(part._buffers): part._buffers for _, part in parts}
-        for place in places_of(parts, ()):
-            value = place.owner[place.key]
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                # On another device a buffer is another tensor, in the same dict.
-                note(value.untyped_storage(), buffers.get(id(place.owner), value), name)
+        places = places_of(parts_of([(f"{name}.", module)]), ())
+        for place in (each for each in places if not each.is_outer):
+            value = place.owner.get(place.key)
+            if isinstance(value, Tensor):
+                if (memory := _memory_of(value)) is not None:
+                    note(memory, place, name)  # on another device another tensor will lie there
+            elif isinstance(value, ATOMS):
+                note(place.id, place, name)
+            else:
+                note(id(value), value, name)
     pairs = Counter[tuple[str, ...]]()
     shared = []
     for each, holding in holders.values():
-        if len(holding) > 1 and 0 < len({*holding} & {*own}) < len(holding):
+        if len(holding) > 1:
             first, second, *_ = holding
             pairs[first, second] += 1
             number = f" ({pairs[first, second]})" if pairs[first, second] > 1 else ""
-            shared.append((f"what {first!r} and {second!r} share{number}", each))
+            if 0 < len({*holding} & {*own}) < len(holding):
+                shared.append((f"what {first!r} and {second!r} share{number}", each))
     return shared

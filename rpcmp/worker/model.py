@@ -40,6 +40,7 @@ from rpcmp.rpc.tensors import checksum
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.worker import compiling
 from rpcmp.worker.building import build
+from rpcmp.worker.checks.second_forward import TrialState, parameters_to_copy
 from rpcmp.worker.loss import LOSS, SinkLoss
 from rpcmp.worker.state.forward_state import (
     ChangedAttributes,
@@ -225,6 +226,24 @@ class StageModel:
     def watch(self) -> ParameterWatch:
         """Watch the parameters and hidden ones; see `watch_parameters`."""
         return watch_parameters([*self.named_parameters(), *self.hidden.items()], self.modules())
+
+    def trial_state(self) -> TrialState | None:
+        """Return what a forward may change, with parameters; None: there is no memory for copies.
+
+        No copies are made of what `require_unchanged_base` watches.
+        """
+        named = [each for each in self.named_parameters() if each[0] not in self._base_names]
+        parameters = parameters_to_copy([*named, *self.hidden.items()], self.modules())
+        size = sum(each.numel() * each.element_size() for each in parameters.values())
+        free = devices.available_bytes(self.device)
+        if free is not None and 2 * size > free:
+            log.warning(
+                "what forwards keep cannot be tried: there is no memory for copies of the "
+                "parameters, %d MiB",
+                size >> 20,
+            )
+            return None
+        return TrialState(self.forward_state(), parameters)
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta, eagerly: bool = False) -> Any:
         header = meta.round

@@ -222,7 +222,7 @@ def test_a_loss_without_a_gradient_is_an_error(job: JobFolder) -> None:
 
 def test_recompute_refuses_a_forward_that_changes_parameters(job: JobFolder) -> None:
     layers = 'model.layers="tests.zoo.surprises:averaged"'
-    config = configured(job, layers, "stages=[{ recompute = true }, {}]")
+    config = configured(job, layers, "num_microbatches=1", "stages=[{ recompute = true }, {}]")
     with local_group(config) as local, pytest.raises(JobError, match=r"parameter 'first\.teacher"):
         local.train()
     require_plain(configured(job, layers, "num_microbatches=1"), whole(surprises.averaged()))
@@ -367,6 +367,14 @@ def test_parameters_that_get_no_gradient_are_named(
     config = configured(job, 'model.layers="tests.zoo.surprises:half_detached"')
     require_plain(config, whole(surprises.half_detached()))
     assert "no gradient has come to first.weight, first.bias in the first step" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["running scale", "rounds later", "temporary"])
+def test_what_a_forward_writes_is_written_as_often_as_in_plain_pytorch(
+    job: JobFolder, kind: str
+) -> None:
+    own = ['model.layers="tests.zoo.surprises:writing"', f'model.kwargs={{ kind = "{kind}" }}']
+    require_plain(configured(job, *own, "num_microbatches=1"), whole(surprises.writing(kind)))
 
 
 def test_a_dtype_that_no_snapshot_holds_is_refused_before_the_first_step(job: JobFolder) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.state.forward_state import ForwardState
 
 DRAWN = torch.Generator().manual_seed(0)
 PARTS = [[torch.randn(count, 4, generator=DRAWN)] for count in (2, 3)]
@@ -41,10 +41,6 @@ def forward_of(module: Computing) -> Callable[[list[Any], bool], Any]:
 
 def state_of(module: Computing) -> ForwardState:
     return ForwardState([("layer.", module)])
-
-
-def watch_of(module: Computing) -> Callable[[], ParameterWatch]:
-    return lambda: ParameterWatch(dict(module.named_parameters()))
 
 
 def failing(self: Computing, x: Tensor) -> Tensor:

@@ -378,6 +378,32 @@ def freezing(kind: str) -> list[tuple[str, Any]]:
     return [("first", lambda: Freezing(kind)), ("head", lambda: filled(nn.Linear(8, 1), 3))]
 
 
+class WritingToItself(nn.Module):
+    """Writes to its buffer, or in its second call to its weight, or makes a parameter for once."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner: nn.Module = filled(nn.Linear(4, 8))
+        self.calls, self.kind = 0, kind
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.kind == "rounds later" and self.calls == 2:
+            weight: Any = self.inner.weight
+            weight.data.mul_(10).round_().div_(10)
+        y: Tensor = self.inner(x)
+        if self.kind == "running scale":
+            self.scale.mul_(0.9).add_(0.1 * y.detach().abs().mean(0))
+            return y * self.scale
+        return y * nn.Parameter(torch.full_like(self.scale, 2.0)) if self.kind == "temporary" else y
+
+
+def writing(kind: str) -> list[tuple[str, Any]]:
+    return [("first", lambda: WritingToItself(kind)), ("head", lambda: filled(nn.Linear(8, 1), 3))]
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,21 +17,27 @@ from rpcmp.splitting.side_effects import (
     functions_of,
     has_backward_hooks,
     noted_hooks,
-    parameters_of,
 )
 from rpcmp.worker.checks.injected_gradients import require_one_addition
 from rpcmp.worker.checks.inner_gradients import whole_derivatives
 from rpcmp.worker.checks.objective import rows
 from rpcmp.worker.checks.parameter_hooks import require_linear
 from rpcmp.worker.checks.second_forward import (
-    DataDependentInit,
-    differs_from_call_to_call,
+    Trial,
+    other_samples,
+    require_nothing_carried,
     require_repeatable,
     require_unmoved,
+    tried,
 )
-from rpcmp.worker.checks.training_check import quiet, require_independent, require_linear_backward
+from rpcmp.worker.checks.training_check import (
+    isolated,
+    quiet,
+    require_independent,
+    require_linear_backward,
+)
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.state.forward_state import ForwardState
 
 SAMPLES = 4
 """That gradients of Functions are looked at for; two parts of two: batch normalization is on."""
@@ -48,30 +54,28 @@ class FirstForward:
     def __init__(self, model: StageModel, partial: Sequence[bool], adds_up: bool) -> None:
         self._model, self._partial, self._adds_up = model, partial, adds_up
         self._inputs: list[Any] = []
-        self._before: list[Any] | None = None
+        self._first_inputs: list[Any] | None = None
         self._functions: list[str] = []
         self._hooks: list[str] = []
-        self._parameters: ParameterWatch | None = None
-        self._init: DataDependentInit | None = None
+        self._is_tried = False
 
     def forward(self, inputs: list[Any], meta: MicrobatchMeta) -> Any:
         """Return the outputs of a micro-batch.
 
         Raises:
-            ConfigError: the forward asks for a derivative that it would get a part of.
+            ConfigError: the forward asks for a derivative that it would get a part of, or keeps
+                what it may not.
         """
-        if self._parameters is None:
-            self._model.set_mode(training=True)  # which may merge weights
-            self._parameters = self._model.watch()
-            if self._has_parts(meta):
-                self._init = DataDependentInit(self._model.forward_state(), self._parameters)
+        if not self._is_tried:
+            self._is_tried = True
+            with _flags_kept([each for _, each in self._model.named_parameters()]):
+                self._try(inputs, meta)
         entered = [each.grad_fn for each in pytree.tensors(inputs)]
         seen = SideEffects()
         with whole_derivatives(inputs, self._partial), noted_hooks(seen):
             outputs = self._model.forward(inputs, meta)
         self._inputs, self._hooks = inputs, seen.hooks
         self._functions = functions_of(pytree.tensors(outputs), entered).functions
-        self._require_own_parameters(parameters_of(pytree.tensors(outputs), entered))
         return outputs
 
     def _require_own_parameters(self, read: Sequence[nn.Parameter]) -> None:
@@ -85,22 +89,60 @@ class FirstForward:
                 "attributes, and `tied` name them if several layers do, or freeze them"
             )
 
+    def _try(self, inputs: list[Any], meta: MicrobatchMeta) -> None:
+        """Look for what forwards keep, before there is a graph that they could spoil."""
+        has_parts = self._has_parts(meta)
+        if self._model.is_cut and not has_parts:
+            return  # a graph has nothing that it could keep but buffers
+        self._model.set_mode(training=True)  # which may merge weights
+        if (state := self._model.trial_state()) is None:
+            return
+
+        def forward(inputs: list[Any], draws_others: bool = False) -> Any:
+            draws = meta._replace(number=meta.number + 1) if draws_others else meta
+            return self._model.forward(pytree.map_tensors(_apart, inputs), draws, eagerly=True)
+
+        before = state.copy()
+        try:
+            with isolated():
+                # What nobody can put back, such as a functools.cache, is filled as without a trial.
+                forward(inputs)
+        except Exception:  # the forward itself will say it
+            return
+        finally:
+            state.put_back(before)
+        del before
+        candidates = [_few(inputs, meta.num_samples), (inputs, other_samples(inputs))]
+        with quiet([*self._model.modules()]):
+            trial = tried(forward, candidates, state)
+        if trial is not None:
+            self._judge(trial, has_parts)
+
+    def _judge(self, trial: Trial, has_parts: bool) -> None:
+        if (variables := self._model.variables) is not None:
+            carries = bool(trial.carried)
+            variables.learn(trial.of_samples, trial.matters or carries, carries)
+        self._require_own_parameters(trial.parameters)
+        if not self._model.is_cut:
+            require_repeatable(trial)
+        if has_parts:
+            require_unmoved(trial)
+            require_nothing_carried(trial)
+
     def check(self, meta: MicrobatchMeta) -> bool:
         """Check the micro-batch's forward; False: the next one is needed, too.
 
         Raises:
-            ConfigError: what it computes or keeps is another sum for other micro-batches.
+            ConfigError: what it computes is another sum for other micro-batches.
         """
+        if not self._has_parts(meta):
+            return True
         with _flags_kept([each for _, each in self._model.named_parameters()]):
             return self._check(meta)
 
     def _check(self, meta: MicrobatchMeta) -> bool:
-        variables = self._model.variables
-        if variables is not None and variables.have_moved():
-            variables.matters = self._depends_on_calls(meta)
-        has_parts = self._has_parts(meta)
-        if has_parts and meta.num_samples == 1 and self._before is None:
-            self._before = self._inputs
+        if meta.num_samples == 1 and self._first_inputs is None:
+            self._first_inputs = self._inputs
             return False
         state = self._model.forward_state()
         parts, counts = self._parts(meta.num_samples, 2)
@@ -111,17 +153,8 @@ class FirstForward:
             return self._model.forward(own, other if draws_others else meta, eagerly=True)
 
         modules = [*self._model.modules()]
-        # A graph has nothing that it could keep; and nobody puts parameters back.
-        if not self._model.is_cut and not (self._parameters and self._parameters.changed()):
-            with quiet(modules):
-                require_repeatable(forward, (parts[1], self._inputs), state)
-        if not has_parts:
-            return True
         require_linear(self._model.named_parameters())
         with quiet(modules):
-            require_unmoved(forward, parts[0], state, self._model.watch)
-            if self._init is not None:
-                self._init.require_none(forward, parts[0])
             # In a cut batch normalization cannot be told apart, to be left out.
             if not any(isinstance(each, SplitLayer) and each.needs_two_samples for each in modules):
                 require_independent(forward, parts, counts, state)
@@ -139,14 +172,6 @@ class FirstForward:
     def _has_parts(self, meta: MicrobatchMeta) -> bool:
         return self._adds_up and meta.round.num_microbatches > 1
 
-    def _depends_on_calls(self, meta: MicrobatchMeta) -> bool:
-        def forward(inputs: list[Any], _: bool) -> Any:
-            own = pytree.map_tensors(Tensor.clone, inputs)
-            return self._model.forward(own, meta, eagerly=True)
-
-        with quiet([*self._model.modules()]):
-            return differs_from_call_to_call(forward, self._inputs, self._model.forward_state())
-
     def _seen_eagerly(self, meta: MicrobatchMeta, state: ForwardState) -> list[str]:
         before = state.copy()
         try:
@@ -162,17 +187,34 @@ class FirstForward:
         self, samples: int, most: int
     ) -> tuple[tuple[list[Any], list[Any]], tuple[int, int]]:
         """Return inputs of some samples and of some more, and how many these are."""
-        if self._before is not None:
-            return (self._before, self._inputs), (1, 1)
-        sizes = [each.shape[0] for each in pytree.tensors(self._inputs) if each.dim()]
-        tokens = max((size for size in sizes if size % samples == 0), default=samples)
-        count = min(samples, most)
-        half = count // 2
-        first, second = (
-            rows(self._inputs, start, end, samples, tokens)
-            for start, end in ((0, half), (half, count))
-        )
-        return (first, second), (half, count - half)
+        if self._first_inputs is not None:
+            return (self._first_inputs, self._inputs), (1, 1)
+        return _halves(self._inputs, samples, most)
+
+
+def _halves(
+    inputs: list[Any], samples: int, most: int
+) -> tuple[tuple[list[Any], list[Any]], tuple[int, int]]:
+    sizes = [each.shape[0] for each in pytree.tensors(inputs) if each.dim()]
+    tokens = max((size for size in sizes if size % samples == 0), default=samples)
+    count = min(samples, most)
+    half = count // 2
+    first, second = (
+        rows(inputs, start, end, samples, tokens) for start, end in ((0, half), (half, count))
+    )
+    return (first, second), (half, count - half)
+
+
+def _few(inputs: list[Any], samples: int) -> tuple[list[Any], list[Any]]:
+    """Return inputs of one or two samples, and of others."""
+    if samples == 1:
+        return inputs, other_samples(inputs)
+    return _halves(inputs, samples, SAMPLES)[0]
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return a copy that a forward may write to, and that no graph of another stage has."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _with_backward_hooks(modules: Sequence[nn.Module]) -> list[str]:

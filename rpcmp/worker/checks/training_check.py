@@ -60,14 +60,14 @@ def require_independent(
     """
     before = state.copy()
     try:
-        with apart():
+        with isolated():
             together, again = (forward(joined(*parts), is_other) for is_other in (False, True))
             if any(differences(together, [again], [1])):
                 return  # it draws random numbers, or carries on what `second_forward` has named
             alone = [forward(part, False) for part in parts]
             reason = next(differences(together, alone, samples), "")
     except Exception as error:
-        tell(error)
+        tell_not_tried(error)
         return
     finally:
         state.put_back(before)
@@ -97,7 +97,7 @@ def require_linear_backward(
     """
     before = state.copy()
     try:
-        with apart():
+        with isolated():
             whole = _differentiated(forward(joined(*parts), False), sum(samples))
             pieces = [
                 _differentiated(forward(part, False), count)
@@ -108,7 +108,7 @@ def require_linear_backward(
                 _apart_by(whole, pieces, ends, trained, size) for size in SIZES if whole and trained
             ]
     except Exception as error:
-        tell(error)
+        tell_not_tried(error)
         return
     finally:
         state.put_back(before)
@@ -153,7 +153,7 @@ def _apart_by(
         own = _gradients(outputs, rows, trained)
         summed = [a + b for a, b in zip(summed, own, strict=True)]
     largest = max(map(_largest, (*together, *summed)), default=0.0)
-    gaps = [_largest(a - b) for a, b in zip(together, summed, strict=True)]
+    gaps = [*map(_gap, together, summed)]
     return max(gaps, default=0.0) > GRADIENTS_ROUNDING * largest
 
 
@@ -167,7 +167,7 @@ def _gradients(
     ]
 
 
-def tell(error: Exception) -> None:
+def tell_not_tried(error: Exception) -> None:
     """Tell why nothing can be compared: that it cannot do with single samples is no fault."""
     log.warning(
         "whether micro-batches are as good as the mini-batch cannot be tried, since a forward of a "
@@ -177,7 +177,7 @@ def tell(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     with random_streams.kept(), torch.enable_grad(), own_tape():
         yield
 
@@ -199,6 +199,8 @@ def differences(together: Any, apart: Sequence[Any], samples: Sequence[int]) -> 
     """Yield how outputs of parts differ from those of all; by tensors that are differentiated."""
     pairs = [pytree.tensors(each) for each in apart]
     for number, (whole, *pieces) in enumerate(zip(pytree.tensors(together), *pairs, strict=True)):
+        if whole.layout is not torch.strided or whole.is_meta:
+            continue
         if not whole.is_floating_point() or not whole.numel():
             continue
         what = f"output {number} of some samples"
@@ -211,7 +213,7 @@ def differences(together: Any, apart: Sequence[Any], samples: Sequence[int]) -> 
             found = sum(
                 each * (count / sum(samples)) for each, count in zip(pieces, samples, strict=True)
             )
-        gap = _largest(found.detach() - whole.detach())
+        gap = _gap(found.detach(), whole.detach())
         largest = max(_largest(each.detach()) for each in (whole, *pieces))
         if gap > ROUNDING.get(whole.dtype, LOW_ROUNDING) * largest:
             yield (
@@ -227,4 +229,12 @@ def _has_rows(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().nan_to_num().max()) if tensor.numel() else 0.0
+    """Return the largest finite size: masked logits have others."""
+    sizes = tensor.abs()
+    finite = sizes[sizes.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """Return how far two tensors are apart at most; what is infinite in both is not."""
+    return float((one - other).abs().nan_to_num(nan=0.0).max()) if one.numel() else 0.0

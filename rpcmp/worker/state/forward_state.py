@@ -106,8 +106,8 @@ class ForwardState:
     def is_known(self) -> bool:
         return self._known is not None
 
-    def copy(self) -> list[StateCopy]:
-        """Return copies of all, or of what is known to change."""
+    def places(self) -> list[StatePlace]:
+        """Return where all of it lies, or what is known to change."""
         places = self._all() if self._known is None else [*self._known]
         if self._renormalized:
             places += [
@@ -115,7 +115,10 @@ class ForwardState:
                 for prefix, part in self._parts
                 if getattr(part, "max_norm", None) is not None and "weight" in part._parameters
             ]
-        return [copied(place) for place in places]
+        return places
+
+    def copy(self) -> list[StateCopy]:
+        return [copied(place) for place in self.places()]
 
     def put_back(self, copies: Sequence[StateCopy]) -> None:
         """Give everything the value that it had when it was copied, and remove what is new.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from collections import UserDict, UserList
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -62,8 +63,10 @@ def reached_places(objects: Objects) -> Iterator[StatePlace]:
     return _outer(_Look(()), (), objects)
 
 
-def places_within(name: str, value: Any) -> Iterator[StatePlace]:
-    """Yield where a value, and what is inside of it, may change."""
+def shared_places(name: str, value: Any) -> Iterator[StatePlace]:
+    """Yield where a value, and what is inside of it, may change; or itself, if it is a place."""
+    if isinstance(value, StatePlace):
+        return iter([value._replace(name=name)])
     return _Look(()).into(StatePlace(name, {name: value}, name), value)
 
 
@@ -209,7 +212,7 @@ def _is_code(value: Any) -> bool:
 
     What can be called is of the user's own classes, or as large as a tokenizer.
     """
-    if isinstance(value, SimpleNamespace):
+    if isinstance(value, SimpleNamespace | UserDict | UserList):
         return False
     return isinstance(value, CODE) or (
         not is_users_own(type(value)) if callable(value) else is_library(type(value))

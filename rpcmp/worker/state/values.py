@@ -102,11 +102,14 @@ def are_equal_tensors(one: Tensor, other: Tensor) -> bool:
             return False
         if one.is_meta:  # as modules that are only sized have
             return other.is_meta
+        if one.is_quantized:  # its bits cannot be viewed as others
+            return torch.equal(one.dequantize(), other.dequantize())
         if one.layout is not torch.strided:
             return torch.equal(one.to_dense(), other.to_dense())
-        bits = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+        found = (each.detach().resolve_conj().resolve_neg() for each in (one, other))
+        bits = (each.contiguous().reshape(-1).view(torch.uint8) for each in found)
         return torch.equal(*bits)
-    except (RuntimeError, NotImplementedError):  # quantized, for one: it counts as changed
+    except (RuntimeError, NotImplementedError):  # jagged, for one: it counts as changed
         return False
 
 

@@ -1,8 +1,8 @@
 """Watch variables that code of several stages reaches: each process has its own.
 
     calls += 1                          changes with each step: refused if another stage reads it
-    if SCALE is None:                   filled in, by each stage from its own samples: refused where
-        SCALE = x.abs().mean()          what two stages hold is not equal
+    if SCALE is None:                   filled in from samples: refused where another stage reads
+        SCALE = x.abs().mean()          it, unless it is for a log in both
     TABLE = torch.randn(4)              made as a file is imported: refused where it is not equal
 
 A stage reports after a step what it has of them, and the driver compares.
@@ -10,10 +10,12 @@ A stage reports after a step what it has of them, and the driver compares.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-import math
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -23,7 +25,8 @@ from torch import Tensor
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import StepReport, VariableUse
 from rpcmp.worker.state.forward_state import is_filled_in
-from rpcmp.worker.state.places import Modules, Objects, outer_places, parts_of, places_within
+from rpcmp.worker.state.outer_variables import StatePlace
+from rpcmp.worker.state.places import Modules, Objects, outer_places, parts_of, shared_places
 from rpcmp.worker.state.values import content_of, is_equal, plain_of
 
 log = logging.getLogger(__name__)
@@ -55,18 +58,23 @@ class VariablesWatch:
 
     def __init__(self, modules: Modules, objects: Objects = (), shared: Objects = ()) -> None:
         self._parts, self._objects, self._steps = parts_of(modules), objects, 0
-        self._shared = shared
+        self._shared, self._keys = shared, dict[str, set[Any]]()
         self._built = self._before = self._contents()
-        self._moving = set[str]()
+        self._moving, self._of_samples = set[str](), set[Any]()
         self._of_loss = {each.name for each in outer_places((), objects)}
-        self.matters = True
+        self.matters = self._carries = True
 
-    def have_moved(self) -> bool:
-        """Whether one is another than when the stage was built."""
-        return any(
-            name in self._before and not is_filled_in(self._before[name], now)
-            for name, now in self._contents().items()
-        )
+    def learn(self, of_samples: Iterable[StatePlace], matters: bool, carries: bool) -> None:
+        """Note what a trial has shown; see `rpcmp.worker.checks.second_forward`.
+
+        Args:
+            of_samples: what is filled in from samples.
+            matters: whether outputs depend on what moves.
+            carries: whether they depend on what is filled in.
+        """
+        for place in of_samples:
+            self._of_samples |= _keys_of(place)
+        self.matters, self._carries = matters, carries
 
     def after_step(self) -> dict[str, VariableUse] | None:
         """Return by name what has become of each since the last look; None if this step has none.
@@ -83,9 +91,15 @@ class VariablesWatch:
         change = self._change(name, before, now)
         if change:
             self._moving.add(name)  # what it holds is its stage's own
-        content = {} if name in self._moving else dict(_summaries(now))
         is_filled = not is_equal(self._built.get(name), now)
-        return VariableUse("" if self._steps == 1 else change, is_filled, content)
+        content = {} if name in self._moving else dict(_summaries(now, is_filled))
+        return VariableUse(
+            "" if self._steps == 1 else change,
+            is_filled,
+            content,
+            name not in self._moving and not self._of_samples.isdisjoint(self._keys[name]),
+            self._carries,
+        )
 
     def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
         if name not in before or is_filled_in(before[name], now):
@@ -94,44 +108,68 @@ class VariablesWatch:
 
     def _contents(self) -> dict[str, Any]:
         found = {}
-        of_both = (each for name, value in self._shared for each in places_within(name, value))
+        of_both = (each for name, value in self._shared for each in shared_places(name, value))
         for each in (*outer_places(self._parts, self._objects), *of_both):
             value = each.owner.get(each.key)
+            self._keys[each.name] = _keys_of(each)
             found[each.name] = (
                 dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
             )
         return found
 
 
-def _summaries(content: Any) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Yield how many numbers there are, their sum, and that of their sizes; of a dict by key."""
+def _keys_of(place: StatePlace) -> set[Any]:
+    """Return what tells a place, and a container in it, which others may have as well."""
+    value = place.owner.get(place.key)
+    return {place.id, id(value)} if isinstance(value, list | dict | set) else {place.id}
+
+
+def _summaries(content: Any, is_filled: bool) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """Yield how many numbers there are, and three sums of them; of a dict by key.
+
+    Args:
+        is_filled: whether texts count; those of a file may be paths and names of the host.
+    """
     if not isinstance(content, dict):
         content = {"": content}
     for key, value in [*content.items()][:MOST_KEYS]:
-        if numbers := [each for each in _numbers(value) if each.numel()]:
-            sums = (
-                (float(each.sum()), float(each.abs().sum()))
-                for each in (each.detach().to_dense().double() for each in numbers)
-            )
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # jagged, for one
+            numbers = [each.detach() for each in _numbers(value, is_filled)]
             count = sum(each.numel() for each in numbers)
-            yield str(key)[:100], (float(count), *map(sum, zip(*sums, strict=True)))
+            if count:
+                sums = zip(*map(_sums, filter(Tensor.numel, numbers)), strict=True)
+                yield str(key)[:100], (float(count), *map(sum, sums))
 
 
-def _numbers(value: Any) -> Iterator[Tensor]:
+def _sums(tensor: Tensor) -> tuple[float, float, float]:
+    """Return the sum of all, of their sizes, and one that depends on the order."""
+    flat = tensor.to_dense().flatten()
+    flat = flat[:: flat.numel() // SUMMED + 1].double().nan_to_num(3.0, 2.0, -2.0)
+    weights = torch.arange(len(flat), dtype=torch.double, device=flat.device).add_(1).sin_()
+    return float(flat.sum()), float(flat.abs().sum()), float(flat @ weights)
+
+
+SUMMED = 2**20
+"""Numbers of a table that are summed up, out of all of it."""
+
+
+def _numbers(value: Any, with_texts: bool) -> Iterator[Tensor]:
     match value:
-        case bool():
-            return
-        case int() | float() if abs(value) < 1e300:
+        case str() if with_texts:
+            yield torch.tensor([float(zlib.crc32(value.encode(errors="replace")))])
+        case int() | float() if abs(value) < 1e300:  # bool as well
             yield torch.tensor([float(value)])
-        case numpy.ndarray() if value.dtype.kind in "iuf":
-            yield torch.from_numpy(value.astype(float))
-        case Tensor() if not (value.dtype is torch.bool or value.is_complex() or value.is_meta):
-            yield value if not value.is_quantized else value.dequantize()
-        case Tensor() if value.is_complex():
-            yield torch.view_as_real(value)
+        case numpy.ndarray() | numpy.generic() if value.dtype.kind in "iufb":
+            yield torch.from_numpy(numpy.asarray(value, dtype=float))
+        case Tensor() if not value.is_meta:
+            dense = value.dequantize() if value.is_quantized else value
+            yield torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         case list() | tuple() | deque():
             for each in value:
-                yield from _numbers(each)
+                yield from _numbers(each, with_texts)
+        case dict():
+            for each in value.values():
+                yield from _numbers(each, with_texts)
 
 
 def require_not_shared(reports: Mapping[str, StepReport]) -> None:
@@ -171,7 +209,7 @@ def _require_not_changed(
     name: str, stage: str, use: VariableUse, others: Mapping[str, VariableUse]
 ) -> None:
     if all(each.change == COUNTED for each in (use, *others.values())):
-        log.warning("%s counts in each stage by itself, with each forward", name)
+        _tell(f"{name} counts in each stage by itself, with each forward")
         return
     raise ConfigError(
         f"the stages {stage!r} and {next(iter(others))!r} both use {name!r}, which changes with "
@@ -182,36 +220,47 @@ def _require_not_changed(
 def _require_equal(
     name: str, stages: tuple[str, str], use: VariableUse, theirs: VariableUse
 ) -> None:
+    if use.of_samples or theirs.of_samples:
+        is_of_both = use.of_samples and theirs.of_samples
+        if use.content == theirs.content or (is_of_both and not (use.carries or theirs.carries)):
+            return  # such as a time or a last activation, for a log
+        raise ConfigError(
+            f"the stages {stages[0]!r} and {stages[1]!r} both use {name!r}, which is filled in "
+            f"from samples: {WAY_OUT}"
+        )
     both = use.content.keys() & theirs.content.keys()
     apart = sorted(key for key in both if not _is_close(use.content[key], theirs.content[key]))
     is_filled = use.is_filled or theirs.is_filled
     if not apart:
         numbers = [each[0] == 1 for each in (*use.content.values(), *theirs.content.values())]
         if is_filled and use.content.keys() != theirs.content.keys() and all(numbers):
-            log.warning("%s: each of the stages %r and %r fills in its own values", name, *stages)
+            both_stages = f"the stages {stages[0]!r} and {stages[1]!r}"
+            _tell(f"{name}: each of {both_stages} fills in values of its own")
         return
     where = f"{name}[{apart[0]}]" if apart[0] else name
-    values = (_shown(each.content[apart[0]]) for each in (use, theirs))
+    one, other = (_shown(each.content[apart[0]]) for each in (use, theirs))
     text = (
-        f"{where!r} is {{}} in the stage {stages[0]!r} and {{}} in {stages[1]!r}, which both use "
-        f"it: {WAY_OUT}"
-    ).format(*values)
-    is_constant = not is_filled and use.content[apart[0]][0] == 1
-    if not is_constant:
+        f"{where!r} is {one} in the stage {stages[0]!r} and {other} in {stages[1]!r}, which both "
+        f"use it: {WAY_OUT}"
+    )
+    if is_filled or use.content[apart[0]][0] > 1:
         raise ConfigError(text)
+    _tell(text)
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    """Warn once: stages report this with each look."""
     log.warning("%s", text)
 
 
 def _is_close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     if one[0] != other[0]:  # tables for other lengths
         return True
-    scale = max(abs(one[-1]), abs(other[-1]))  # a sum may be nearly zero
-    return all(
-        abs(a - b) <= ROUNDING * scale or a == b or (math.isnan(a) and math.isnan(b))
-        for a, b in zip(one, other, strict=True)
-    )
+    scale = max(one[2], other[2])  # a sum may be nearly zero
+    return all(abs(a - b) <= ROUNDING * scale for a, b in zip(one, other, strict=True))
 
 
 def _shown(summary: tuple[float, ...]) -> str:
-    count, total, _ = summary
+    count, total, *_ = summary
     return f"{total:.6g}" if count == 1 else f"{count:.0f} numbers with the sum {total:.6g}"

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from rpcmp.errors import ConfigError
 from rpcmp.rpc.messages import MicrobatchMeta
 from rpcmp.worker.checks.first_forward import FirstForward
+from rpcmp.worker.checks.second_forward import TrialState
 from rpcmp.worker.model import StageModel
-from rpcmp.worker.state.forward_state import ForwardState, ParameterWatch
+from rpcmp.worker.state.forward_state import ForwardState
 from tests.support.rounds import header
 from tests.zoo.surprises import Auxiliary, Injecting, filled
 
@@ -44,8 +45,8 @@ class Model:
     def forward_state(self) -> ForwardState:
         return ForwardState([("", self.module)])
 
-    def watch(self) -> ParameterWatch:
-        return ParameterWatch(dict(self.module.named_parameters()))
+    def trial_state(self) -> TrialState:
+        return TrialState(self.forward_state(), dict(self.module.named_parameters()))
 
 
 def first(kind: str, adds_up: bool = True, compiles: bool = False) -> FirstForward:
