@@ -58,7 +58,7 @@ def test_the_checks_run_each_tier_and_end_with_the_last_line_of_pytest() -> None
         "pytest -m cluster",
         "pytest -m system",
     ]
-    assert 'PYTEST_ADDOPTS="--max-units 440" eval "$tests"' in lines
+    assert 'PYTEST_ADDOPTS="--max-units 500" eval "$tests"' in lines
     assert lines[-1] == "pytest -m system"
 
 

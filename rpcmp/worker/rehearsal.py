@@ -48,7 +48,7 @@ Build = Callable[[Mapping[str, nn.Parameter]], tuple[Any, Any]]
 """Makes an optimizer, and its scheduler or None, of named parameters."""
 
 
-class _Rehearsed(NamedTuple):
+class _Attempt(NamedTuple):
     named: dict[str, nn.Parameter]
     optimizer: Any
     scheduler: Any
@@ -133,7 +133,7 @@ def _whole(
     named: Mapping[str, nn.Parameter],
     group_of: Callable[[str], int],
     largest: float = LARGEST,
-) -> tuple[dict[str, Tensor], _Rehearsed]:
+) -> tuple[dict[str, Tensor], _Attempt]:
     """Run all steps on stand-ins; on some of full size, if smaller ones fail."""
     kinds = _kinds(named, group_of, largest)
     _log.info("rehearsing the optimizer on %d parameters", len(kinds))
@@ -171,11 +171,11 @@ def _smaller(shape: Sequence[int], largest: float) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _new_trial(build: Build, kinds: Mapping[str, Tensor]) -> _Rehearsed:
+def _new_trial(build: Build, kinds: Mapping[str, Tensor]) -> _Attempt:
     named = {name: nn.Parameter(_made_up(like, 0, name)) for name, like in kinds.items()}
     random_streams.seed_all(0, "rehearsal")
     optimizer, scheduler = build(named)
-    return _Rehearsed(named, optimizer, scheduler, OptimizerState(optimizer, named, "the trial"))
+    return _Attempt(named, optimizer, scheduler, OptimizerState(optimizer, named, "the trial"))
 
 
 def _made_up(like: Tensor, step: int, name: str) -> Tensor:
@@ -185,7 +185,7 @@ def _made_up(like: Tensor, step: int, name: str) -> Tensor:
     return numbers.to(like.device, like.dtype)
 
 
-def _step(trial: _Rehearsed, first: int, last: int) -> None:
+def _step(trial: _Attempt, first: int, last: int) -> None:
     for step in range(first, last + 1):
         for name, parameter in trial.named.items():
             parameter.grad = _made_up(parameter, step, name)
@@ -194,7 +194,7 @@ def _step(trial: _Rehearsed, first: int, last: int) -> None:
         optimizers.step_scheduler(trial.scheduler, 1.0 / step)
 
 
-def _copy(source: _Rehearsed, target: _Rehearsed) -> None:
+def _copy(source: _Attempt, target: _Attempt) -> None:
     kept = source.state.read()
     scheduler = None if source.scheduler is None else source.scheduler.state_dict()
     model: dict[str, Tensor] = {name: p.detach() for name, p in source.named.items()}
@@ -216,7 +216,7 @@ def _copy(source: _Rehearsed, target: _Rehearsed) -> None:
         target.scheduler.load_state_dict(restored.scheduler)
 
 
-def _difference(one: _Rehearsed, other: _Rehearsed) -> str:
+def _difference(one: _Attempt, other: _Attempt) -> str:
     """Describe how two trials differ; empty if they do not."""
     state, other_state = one.state.read(), other.state.read()
     names = [name for name in one.named if not same_bits(one.named[name], other.named[name])]

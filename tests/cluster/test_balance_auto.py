@@ -39,6 +39,7 @@ TWO = """
 """
 
 
+@pytest.mark.cluster
 def test_a_layer_as_slow_as_all_others_gets_its_own_stage(job: JobFolder) -> None:
     result = rpcmp("drive", job.config(LOPSIDED), "--json")
     assert result.code == 0, result.err

@@ -75,6 +75,7 @@ def committed_here(config: Path, *overrides: str) -> Committed:
 # Which device
 
 
+@pytest.mark.cluster
 def test_auto_gives_workers_distinct_devices_as_far_as_there_are_and_says_so(
     job: JobFolder,
 ) -> None:

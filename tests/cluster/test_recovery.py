@@ -58,7 +58,7 @@ def slow_fault_free(tmp_path_factory: pytest.TempPathFactory) -> Committed:
             marks=pytest.mark.cluster,
         ),
         [("exception", "forward", MIDDLE), ("SIGSTOP", "backward", MIDDLE)],
-        [("deadlock", "join", LAST)],
+        pytest.param([("deadlock", "join", LAST)], marks=pytest.mark.cluster),
     ],
 )
 def test_the_run_recovers_from_faults_with_the_same_bits(

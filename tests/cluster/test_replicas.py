@@ -57,6 +57,7 @@ def test_losing_a_replica_changes_no_bit(
         assert "'stage1:" in result.event("fault")["error"]
 
 
+@pytest.mark.cluster
 def test_replicas_give_the_bits_of_one_process_and_resume_with_them(
     job: JobFolder,
 ) -> None:

@@ -15,6 +15,7 @@ from tests.support.stagedata import built, config, drive, evaluations, require_s
 READERS = 2  # the first stage and the last
 
 
+@pytest.mark.cluster
 def test_stages_that_load_samples_and_are_killed_give_the_same_bits(
     job: JobFolder,
 ) -> None:

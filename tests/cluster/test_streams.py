@@ -85,6 +85,7 @@ def test_streams_have_the_bits_of_one_process(
     assert "identical: 3 losses" in proved.out, proved.err
 
 
+@pytest.mark.cluster
 def test_both_places_evaluate_the_same_stream(undisturbed: Callable[..., Result]) -> None:
     found = [undisturbed("Kept", at) for at in ("driver", "stage")]
     assert not any(map(warnings, found))

@@ -24,7 +24,15 @@ def cut(job: JobFolder, name: str, *overrides: str, schedule: str = "1f1b") -> C
 @pytest.mark.parametrize(
     "schedule", [pytest.param("gpipe", marks=pytest.mark.cluster), "1f1b", "zero-bubble"]
 )
-@pytest.mark.parametrize("name", ["language", "half frozen", "unet", "two by two"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "language",
+        pytest.param("half frozen", marks=pytest.mark.cluster),
+        pytest.param("unet", marks=pytest.mark.cluster),
+        "two by two",
+    ],
+)
 def test_a_module_is_trained_with_its_own_bits(job: JobFolder, name: str, schedule: str) -> None:
     require_same_bits(cut(job, name, schedule=schedule))
 
@@ -34,11 +42,11 @@ def test_a_module_is_trained_with_its_own_bits(job: JobFolder, name: str, schedu
     [
         ["model.balance=[1, 3, 1]"],
         ["stages=[{}, { replicas = 2 }, { recompute = true }]"],
-        ["autocast=bfloat16"],
+        pytest.param(["autocast=bfloat16"], marks=pytest.mark.cluster),
         ["autocast=float16", "loss_scaling={ initial = 128.0 }"],
         ["microbatches_per_message=2", "max_grad_norm=0.1"],
-        ["data.at=stage"],
-        ["stages=[{}, { frozen = true }, {}]"],
+        pytest.param(["data.at=stage"], marks=pytest.mark.cluster),
+        pytest.param(["stages=[{}, { frozen = true }, {}]"], marks=pytest.mark.cluster),
         ['optimizer.groups=[{ match = ["*.bias", "head.weight"], lr = 0.1 }]'],
     ],
     ids=str,
