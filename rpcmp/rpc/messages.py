@@ -203,6 +203,7 @@ class VariableUse(NamedTuple):
             empty of anything else, and if that moves.
         of_samples: whether it is another thing for other samples.
         carries: whether outputs depend on what the stage has filled in.
+        has_tensors: whether it holds tensors or arrays, and not what a process knows of itself.
     """
 
     change: str
@@ -210,6 +211,7 @@ class VariableUse(NamedTuple):
     content: dict[str, tuple[float, ...]]
     of_samples: bool = False
     carries: bool = False
+    has_tensors: bool = False
 
 
 class StepReport(NamedTuple):

@@ -99,6 +99,7 @@ class VariablesWatch:
             content,
             name not in self._moving and not self._of_samples.isdisjoint(self._keys[name]),
             self._carries,
+            _has_tensors(now),
         )
 
     def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
@@ -153,6 +154,12 @@ SUMMED = 2**20
 """Numbers of a table that are summed up, out of all of it."""
 
 
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple | deque | dict):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor | numpy.ndarray)
+
+
 def _numbers(value: Any, with_texts: bool) -> Iterator[Tensor]:
     match value:
         case str() if with_texts:
@@ -178,8 +185,8 @@ def require_not_shared(reports: Mapping[str, StepReport]) -> None:
     Args:
         reports: of a step, by stage.
 
-    A mere count in all of them, on which no output depends, may be for a log: a warning. So is a
-    number that each process has had from the start, such as a time.
+    A mere count in all of them, on which no output depends, may be for a log: a warning. So are
+    numbers that each process has had from the start, such as a time or the number of its stage.
 
     Raises:
         ConfigError: one does.
@@ -243,7 +250,7 @@ def _require_equal(
         f"{where!r} is {one} in the stage {stages[0]!r} and {other} in {stages[1]!r}, which both "
         f"use it: {WAY_OUT}"
     )
-    if is_filled or use.content[apart[0]][0] > 1:
+    if is_filled or use.has_tensors or theirs.has_tensors:
         raise ConfigError(text)
     _tell(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,14 +147,22 @@ def test_what_each_stage_fills_in_from_its_samples_is_refused(scale: Any) -> Non
 
 
 def test_tables_that_each_process_makes_by_itself_have_to_be_equal() -> None:
-    made = (random.Random(seed).getstate() for seed in (1, 1, 2))
     built = []
-    for state in made:
-        NUMBERS["state"] = state
+    for seed in (1, 1, 2):
+        NUMBERS["state"] = torch.Generator().manual_seed(seed).get_state()
         built.append(VariablesWatch([], [("layer", counting)]).after_step() or {})
     required(built[0], built[1])
-    with pytest.raises(ConfigError, match=r"NUMBERS\[state\]' is 626 numbers with the sum"):
+    with pytest.raises(ConfigError, match=r"NUMBERS\[state\]' is 5056 numbers with the sum"):
         required(built[0], built[2])
+
+
+def test_what_a_process_knows_of_itself_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    built = []
+    for stage in (1, 2):
+        NUMBERS["own"] = [{"stage": stage, "level": 10 * stage}]
+        built.append(VariablesWatch([], [("layer", counting)]).after_step() or {})
+    required(*built)
+    assert "NUMBERS[own]' is 2 numbers with the sum 11 in the stage 'a'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ def test_tables_that_each_process_makes_by_itself_have_to_be_equal() -> None:
         (torch.tensor([True, False]), torch.tensor([False, True])),
         (torch.tensor([1.0, -torch.inf]), torch.tensor([-torch.inf, 1.0])),
         ({"a": torch.ones(2)}, {"a": torch.zeros(2)}),
-        (numpy.float32(1), numpy.float32(2)),
+        (numpy.ones(2, "float32"), numpy.zeros(2, "float32")),
     ],
 )
 def test_order_masks_and_nested_tables_count(one: Any, other: Any) -> None:
