@@ -31,14 +31,13 @@ from rpcmp.worker.checks.parameter_hooks import require_linear, require_own
 from rpcmp.worker.checks.second_forward import (
     TrialState,
     other_samples,
-    parameters_to_copy,
     require_nothing_carried,
     require_unmoved,
     tried,
 )
 from rpcmp.worker.checks.training_check import quiet, require_independent
 from rpcmp.worker.model import AUTOCAST_DTYPES
-from rpcmp.worker.state.forward_state import ForwardState
+from rpcmp.worker.state.forward_state import ForwardState, not_renormalized
 
 COPIES_IN_A_PROOF = 7
 """Of all parameters: their values, those of before and after, the gradients of both, and more."""
@@ -105,11 +104,12 @@ def _require_in_training(module: nn.Module, batch: Any, autocast: torch.dtype | 
 
     parts = [rows([batch], number, number + 1, samples, samples) for number in range(2)]
     state = ForwardState([("", module)])
-    parameters = parameters_to_copy(module.named_parameters(), module.modules())
+    parameters = not_renormalized(module.named_parameters(), module.modules())
+    whole = TrialState(state, parameters)
     module.train()
     with quiet(module.modules()):
         candidates = [(parts[0], parts[1]), ([batch], other_samples([batch]))]
-        if (trial := tried(forward, candidates, TrialState(state, parameters))) is not None:
+        if (trial := tried(forward, candidates, whole, whole.copy())) is not None:
             require_unmoved(trial)
             require_nothing_carried(trial)
         require_independent(forward, parts, (1, 1), state)

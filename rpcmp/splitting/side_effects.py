@@ -104,9 +104,9 @@ def function_nodes(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> dict[
     return {node: name for node in nodes if (name := _name_of(node, kinds))}
 
 
-def parameters_of(outputs: Sequence[Any], entered: Sequence[Any] = ()) -> list[nn.Parameter]:
+def parameters_of(outputs: Sequence[Any]) -> list[nn.Parameter]:
     """Return the parameters that outputs depend on, wherever they are."""
-    leaves = (getattr(node, "variable", None) for node in _nodes(outputs, entered))
+    leaves = (getattr(node, "variable", None) for node in _nodes(outputs, ()))
     return [each for each in leaves if isinstance(each, nn.Parameter)]
 
 

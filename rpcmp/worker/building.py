@@ -89,19 +89,14 @@ def _require_own_weights(
     That is seen by memory, also behind a `detach`.
     """
     others: dict[Any, list[tuple[range, str]]] = {}
-    for name, factory in chain.items():
-        held = [ready[name]] if name in ready else importing.held_by(factory)
-        for module in held if name not in own else ():
-            if isinstance(module, nn.Module):
-                for each in module.parameters():
-                    if each.requires_grad and (memory := _memory_of(each)) is not None:
-                        others.setdefault(memory[0], []).append((memory[1], name))
+    for layer, parameter in _trained_by_others(chain, ready, own):
+        if (memory := _memory_of(parameter)) is not None:
+            storage, bytes_ = memory
+            others.setdefault(storage, []).append((bytes_, layer))
     kept = {id(each) for module in own.values() for each in module.parameters()}
     for path, tensor in _read_by(own):
-        memory = _memory_of(tensor)
-        if memory is None or id(tensor) in kept:
-            continue
-        storage, bytes_ = memory
+        memory = None if id(tensor) in kept else _memory_of(tensor)
+        storage, bytes_ = memory or (None, range(0))
         for theirs, layer in others.get(storage, ()):
             if max(bytes_.start, theirs.start) < min(bytes_.stop, theirs.stop):
                 raise ConfigError(
@@ -109,6 +104,17 @@ def _require_own_weights(
                     "stage trains: put both into one stage, or let each have its own weights and "
                     "list them in `tied`"
                 )
+
+
+def _trained_by_others(
+    chain: Mapping[str, LayerFactory], ready: Mapping[str, nn.Module], own: Collection[str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what layers of other stages train, as far as there is a module to be had of them."""
+    for layer, factory in chain.items():
+        if layer not in own:
+            for each in [ready[layer]] if layer in ready else importing.held_by(factory):
+                parameters = each.parameters() if isinstance(each, nn.Module) else ()
+                yield from ((layer, p) for p in parameters if p.requires_grad)
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, range] | None:

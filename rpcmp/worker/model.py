@@ -40,14 +40,14 @@ from rpcmp.rpc.tensors import checksum
 from rpcmp.splitting.layer import SplitLayer
 from rpcmp.worker import compiling
 from rpcmp.worker.building import build
-from rpcmp.worker.checks.second_forward import TrialState, parameters_to_copy
+from rpcmp.worker.checks.second_forward import TrialState
 from rpcmp.worker.loss import LOSS, SinkLoss
 from rpcmp.worker.state.forward_state import (
     ChangedAttributes,
     ForwardState,
     ParameterWatch,
     StateCopy,
-    watch_parameters,
+    not_renormalized,
 )
 from rpcmp.worker.state.places import Stateful, hidden_parameters, parts_of
 from rpcmp.worker.state.variables_watch import VariablesWatch
@@ -224,8 +224,9 @@ class StageModel:
         return ParameterWatch(base | self.hidden)
 
     def watch(self) -> ParameterWatch:
-        """Watch the parameters and hidden ones; see `watch_parameters`."""
-        return watch_parameters([*self.named_parameters(), *self.hidden.items()], self.modules())
+        """Watch the parameters and hidden ones; see `not_renormalized`."""
+        named = [*self.named_parameters(), *self.hidden.items()]
+        return ParameterWatch(not_renormalized(named, self.modules()))
 
     def trial_state(self) -> TrialState | None:
         """Return what a forward may change, with parameters; None: there is no memory for copies.
@@ -233,7 +234,7 @@ class StageModel:
         No copies are made of what `require_unchanged_base` watches.
         """
         named = [each for each in self.named_parameters() if each[0] not in self._base_names]
-        parameters = parameters_to_copy([*named, *self.hidden.items()], self.modules())
+        parameters = not_renormalized([*named, *self.hidden.items()], self.modules())
         size = sum(each.numel() * each.element_size() for each in parameters.values())
         free = devices.available_bytes(self.device)
         if free is not None and 2 * size > free:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from rpcmp.worker.checks.second_forward import (
     tried,
 )
 from rpcmp.worker.checks.training_check import (
+    Forward,
     isolated,
     quiet,
     require_independent,
@@ -40,7 +41,7 @@ from rpcmp.worker.model import StageModel
 from rpcmp.worker.state.forward_state import ForwardState
 
 SAMPLES = 4
-"""That gradients of Functions are looked at for; two parts of two: batch normalization is on."""
+"""That forwards are tried with, and gradients of Functions: two parts of two, as some need two."""
 
 
 class FirstForward:
@@ -68,7 +69,7 @@ class FirstForward:
         """
         if not self._is_tried:
             self._is_tried = True
-            with _flags_kept([each for _, each in self._model.named_parameters()]):
+            with _flags_kept(self._model):
                 self._try(inputs, meta)
         entered = [each.grad_fn for each in pytree.tensors(inputs)]
         seen = SideEffects()
@@ -97,24 +98,18 @@ class FirstForward:
         self._model.set_mode(training=True)  # which may merge weights
         if (state := self._model.trial_state()) is None:
             return
-
-        def forward(inputs: list[Any], draws_others: bool = False) -> Any:
-            draws = meta._replace(number=meta.number + 1) if draws_others else meta
-            return self._model.forward(pytree.map_tensors(_apart, inputs), draws, eagerly=True)
-
-        before = state.copy()
+        forward, before = self._forward_of(meta, _apart), state.copy()
         try:
             with isolated():
                 # What nobody can put back, such as a functools.cache, is filled as without a trial.
-                forward(inputs)
+                forward(inputs, False)
         except Exception:  # the forward itself will say it
             return
         finally:
             state.put_back(before)
-        del before
         candidates = [_few(inputs, meta.num_samples), (inputs, other_samples(inputs))]
-        with quiet([*self._model.modules()]):
-            trial = tried(forward, candidates, state)
+        with quiet(self._model.modules()):
+            trial = tried(forward, candidates, state, before)
         if trial is not None:
             self._judge(trial, has_parts)
 
@@ -137,7 +132,7 @@ class FirstForward:
         """
         if not self._has_parts(meta):
             return True
-        with _flags_kept([each for _, each in self._model.named_parameters()]):
+        with _flags_kept(self._model):
             return self._check(meta)
 
     def _check(self, meta: MicrobatchMeta) -> bool:
@@ -146,12 +141,7 @@ class FirstForward:
             return False
         state = self._model.forward_state()
         parts, counts = self._parts(meta.num_samples, 2)
-        other = meta._replace(number=meta.number + 1)
-
-        def forward(inputs: list[Any], draws_others: bool = False) -> Any:
-            own = pytree.map_tensors(Tensor.clone, inputs)  # it may write to them
-            return self._model.forward(own, other if draws_others else meta, eagerly=True)
-
+        forward = self._forward_of(meta, Tensor.clone)
         modules = [*self._model.modules()]
         require_linear(self._model.named_parameters())
         with quiet(modules):
@@ -162,12 +152,21 @@ class FirstForward:
         trained = [each for _, each in self._model.named_parameters() if each.requires_grad]
         if functions:
             some, _ = self._parts(meta.num_samples, SAMPLES)
-            require_one_addition(functions, forward, some, trained, state)
+            require_one_addition(functions, lambda x: forward(x, False), some, trained, state)
         if changing := [*functions, *self._hooks, *_with_backward_hooks(modules)]:
             with quiet(modules):
                 what = f"{some_of(changing)} changes gradients"
                 require_linear_backward(forward, parts, counts, trained, state, what)
         return True
+
+    def _forward_of(self, meta: MicrobatchMeta, copied: Callable[[Tensor], Tensor]) -> Forward:
+        """Return a forward of copies of its inputs, since it may write to them."""
+
+        def forward(inputs: list[Any], draws_others: bool) -> Any:
+            draws = meta._replace(number=meta.number + 1) if draws_others else meta
+            return self._model.forward(pytree.map_tensors(copied, inputs), draws, eagerly=True)
+
+        return forward
 
     def _has_parts(self, meta: MicrobatchMeta) -> bool:
         return self._adds_up and meta.round.num_microbatches > 1
@@ -222,12 +221,12 @@ def _with_backward_hooks(modules: Sequence[nn.Module]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _flags_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _flags_kept(model: StageModel) -> Iterator[None]:
     """Undo what forwards in this block freeze, as one may that counts its calls."""
-    before = [each.requires_grad for each in parameters]
+    before = [(each, each.requires_grad) for _, each in model.named_parameters()]
     try:
         yield
     finally:
-        for each, flag in zip(parameters, before, strict=True):
+        for each, flag in before:
             if each.requires_grad != flag:
                 each.requires_grad_(flag)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rpcmp.errors import ConfigError, one_line, some_of
-from rpcmp.pipelining import pytree, random_streams
-from rpcmp.worker.checks.objective import joined, own_tape
+from rpcmp.pipelining import pytree
+from rpcmp.worker.checks.objective import joined
+from rpcmp.worker.checks.training_check import isolated
 from rpcmp.worker.state.forward_state import ForwardState
 
 MOST_APART = 0.3
@@ -47,7 +48,7 @@ def require_one_addition(
     trained = [each for each in parameters if each.requires_grad]
     gradients, before = [each.grad for each in trained], state.copy()
     try:
-        with random_streams.kept(), torch.enable_grad(), own_tape():
+        with isolated():
             reason = _difference(forward, parts, trained)
     except Exception as error:  # it cannot do with fewer samples, or be differentiated so
         warnings.warn(

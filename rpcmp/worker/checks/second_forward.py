@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from rpcmp.worker.checks.training_check import (
 )
 from rpcmp.worker.state.forward_state import ForwardState, StateCopy, copied
 from rpcmp.worker.state.outer_variables import StatePlace
-from rpcmp.worker.state.values import GENERATORS, is_plain
+from rpcmp.worker.state.values import GENERATORS, as_numbers, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TrialState:
         self._parameters = [StatePlace(n, {n: each}, n) for n, each in parameters.items()]
 
     def copy(self) -> list[StateCopy]:
-        return [copied(place) for place in self._places()]
+        return [copied(place) for place in (*self._state.places(), *self._parameters)]
 
     def made_since(self, before: Sequence[StateCopy]) -> list[StateCopy]:
         """Return what was not there yet, such as an attribute of a first call."""
@@ -65,17 +65,6 @@ class TrialState:
 
     def put_back(self, copies: Sequence[StateCopy]) -> None:
         self._state.put_back(copies)
-
-    def _places(self) -> list[StatePlace]:
-        return [*self._state.places(), *self._parameters]
-
-
-def parameters_to_copy(
-    named: Iterable[tuple[str, nn.Parameter]], modules: Iterable[nn.Module]
-) -> dict[str, nn.Parameter]:
-    """Return parameters, but for embeddings that a forward scales down (`max_norm`)."""
-    scaled = {id(each.weight) for each in modules if getattr(each, "max_norm", None)}
-    return {name: each for name, each in named if id(each) not in scaled}
 
 
 class Trial(NamedTuple):
@@ -104,18 +93,18 @@ def tried(
     forward: Forward,
     candidates: Sequence[tuple[list[Any], list[Any]]],
     state: TrialState,
+    before: Sequence[StateCopy],
 ) -> Trial | None:
     """Return what forwards show; None, and a warning, if all fail.
 
     Args:
         forward: has been called before, and all but what nobody can put back was put back.
         candidates: inputs of a few samples, and of others. Of the first ones a forward may fail.
+        before: copies of the state, to which it is put back.
     """
     failed: Exception | None = None
     for inputs, others in candidates:
-        before: list[StateCopy] = []
         try:
-            before = state.copy()
             with isolated():
                 return _Trying(forward, state, before).results(inputs, others)
         except Exception as error:  # of the user's code
@@ -284,7 +273,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
         return False
     try:
-        one, other = _comparable(one), _comparable(other)
+        one, other = as_numbers(one), as_numbers(other)
         if not one.is_floating_point():
             return torch.equal(one, other)
         is_finite = one.isfinite()
@@ -295,10 +284,3 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return not apart.numel() or bool(apart.max() <= allowed.max())
     except (RuntimeError, NotImplementedError):  # of a dtype or layout that has no arithmetic
         return True
-
-
-def _comparable(tensor: Tensor) -> Tensor:
-    if tensor.is_quantized:
-        return tensor.dequantize()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

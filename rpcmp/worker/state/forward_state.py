@@ -186,12 +186,12 @@ class ParameterWatch:
         return ""
 
 
-def watch_parameters(
+def not_renormalized(
     named: Iterable[tuple[str, nn.Parameter]], modules: Iterable[nn.Module]
-) -> ParameterWatch:
-    """Watch parameters, but for embeddings that a forward scales down (`max_norm`)."""
+) -> dict[str, nn.Parameter]:
+    """Return parameters, but for embeddings that a forward scales down (`max_norm`)."""
     scaled = {id(each.weight) for each in modules if getattr(each, "max_norm", None)}
-    return ParameterWatch({name: each for name, each in named if id(each) not in scaled})
+    return {name: each for name, each in named if id(each) not in scaled}
 
 
 def _probe(parameter: nn.Parameter) -> tuple[int, Tensor]:

@@ -113,6 +113,18 @@ def are_equal_tensors(one: Tensor, other: Tensor) -> bool:
         return False
 
 
+def as_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be computed with: dense, dequantized, of real numbers.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
 def refilled(value: Any, content: Any) -> Any:
     """Return an object with its former content."""
     if isinstance(value, GENERATORS):

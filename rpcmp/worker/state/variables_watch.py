@@ -27,7 +27,7 @@ from rpcmp.rpc.messages import StepReport, VariableUse
 from rpcmp.worker.state.forward_state import is_filled_in
 from rpcmp.worker.state.outer_variables import StatePlace
 from rpcmp.worker.state.places import Modules, Objects, outer_places, parts_of, shared_places
-from rpcmp.worker.state.values import content_of, is_equal, plain_of
+from rpcmp.worker.state.values import as_numbers, content_of, is_equal, plain_of
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,15 @@ class VariablesWatch:
 
     Args:
         shared: objects that layers of this stage and of others get; each process has its own.
-
-    Attributes:
-        matters: whether the stage's outputs may depend on what it changes.
     """
 
     def __init__(self, modules: Modules, objects: Objects = (), shared: Objects = ()) -> None:
         self._parts, self._objects, self._steps = parts_of(modules), objects, 0
-        self._shared, self._keys = shared, dict[str, set[Any]]()
-        self._built = self._before = self._contents()
+        self._shared = shared
+        self._built = self._before = _contents(self._places())
         self._moving, self._of_samples = set[str](), set[Any]()
         self._of_loss = {each.name for each in outer_places((), objects)}
-        self.matters = self._carries = True
+        self._matters = self._carries = True
 
     def learn(self, of_samples: Iterable[StatePlace], matters: bool, carries: bool) -> None:
         """Note what a trial has shown; see `rpcmp.worker.checks.second_forward`.
@@ -74,7 +71,7 @@ class VariablesWatch:
         """
         for place in of_samples:
             self._of_samples |= _keys_of(place)
-        self.matters, self._carries = matters, carries
+        self._matters, self._carries = matters, carries
 
     def after_step(self) -> dict[str, VariableUse] | None:
         """Return by name what has become of each since the last look; None if this step has none.
@@ -84,20 +81,22 @@ class VariablesWatch:
         self._steps += 1
         if self._steps > LOOKED_AT and self._steps.bit_count() > 1:
             return None
-        before, self._before = self._before, self._contents()
-        return {name: self._use(name, before, now) for name, now in self._before.items()}
+        places, before = self._places(), self._before
+        self._before = _contents(places)
+        return {each.name: self._use(each, before, self._before[each.name]) for each in places}
 
-    def _use(self, name: str, before: Mapping[str, Any], now: Any) -> VariableUse:
+    def _use(self, place: StatePlace, before: Mapping[str, Any], now: Any) -> VariableUse:
+        name = place.name
         change = self._change(name, before, now)
         if change:
             self._moving.add(name)  # what it holds is its stage's own
+        is_moving = name in self._moving
         is_filled = not is_equal(self._built.get(name), now)
-        content = {} if name in self._moving else dict(_summaries(now, is_filled))
         return VariableUse(
             "" if self._steps == 1 else change,
             is_filled,
-            content,
-            name not in self._moving and not self._of_samples.isdisjoint(self._keys[name]),
+            {} if is_moving else dict(_summaries(now, is_filled)),
+            not is_moving and not self._of_samples.isdisjoint(_keys_of(place)),
             self._carries,
             _has_tensors(now),
         )
@@ -105,18 +104,21 @@ class VariablesWatch:
     def _change(self, name: str, before: Mapping[str, Any], now: Any) -> str:
         if name not in before or is_filled_in(before[name], now):
             return ""
-        return CHANGED if self.matters or name in self._of_loss else COUNTED
+        return CHANGED if self._matters or name in self._of_loss else COUNTED
 
-    def _contents(self) -> dict[str, Any]:
-        found = {}
+    def _places(self) -> list[StatePlace]:
         of_both = (each for name, value in self._shared for each in shared_places(name, value))
-        for each in (*outer_places(self._parts, self._objects), *of_both):
-            value = each.owner.get(each.key)
-            self._keys[each.name] = _keys_of(each)
-            found[each.name] = (
-                dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
-            )
-        return found
+        return [*outer_places(self._parts, self._objects), *of_both]
+
+
+def _contents(places: Iterable[StatePlace]) -> dict[str, Any]:
+    found = {}
+    for each in places:
+        value = each.owner.get(each.key)
+        found[each.name] = (
+            dict.fromkeys(value) if isinstance(value, set) else plain_of(content_of(value))
+        )
+    return found
 
 
 def _keys_of(place: StatePlace) -> set[Any]:
@@ -144,7 +146,7 @@ def _summaries(content: Any, is_filled: bool) -> Iterator[tuple[str, tuple[float
 
 def _sums(tensor: Tensor) -> tuple[float, float, float]:
     """Return the sum of all, of their sizes, and one that depends on the order."""
-    flat = tensor.to_dense().flatten()
+    flat = tensor.flatten()
     flat = flat[:: flat.numel() // SUMMED + 1].double().nan_to_num(3.0, 2.0, -2.0)
     weights = torch.arange(len(flat), dtype=torch.double, device=flat.device).add_(1).sin_()
     return float(flat.sum()), float(flat.abs().sum()), float(flat @ weights)
@@ -169,8 +171,7 @@ def _numbers(value: Any, with_texts: bool) -> Iterator[Tensor]:
         case numpy.ndarray() | numpy.generic() if value.dtype.kind in "iufb":
             yield torch.from_numpy(numpy.asarray(value, dtype=float))
         case Tensor() if not value.is_meta:
-            dense = value.dequantize() if value.is_quantized else value
-            yield torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+            yield as_numbers(value)
         case list() | tuple() | deque():
             for each in value:
                 yield from _numbers(each, with_texts)

@@ -18,6 +18,7 @@ from rpcmp.worker.state.forward_state import (
     ChangedAttributes,
     ForwardState,
     ParameterWatch,
+    not_renormalized,
 )
 from tests.zoo.surprises import CARRIED, Carrying
 
@@ -158,3 +159,9 @@ def test_an_attribute_that_was_not_there_is_gone_again() -> None:
     module.calls = 1  # type: ignore[assignment]
     state.put_back(before)
     assert not hasattr(module, "calls")
+
+
+def test_embeddings_that_are_scaled_down_once_or_often_are_not_copied() -> None:
+    module = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0), nn.Linear(2, 1))
+    copies = not_renormalized(module.named_parameters(), module.modules())
+    assert [*copies] == ["1.weight", "1.bias"]
